@@ -1,0 +1,129 @@
+"""Which implementation of an op runs: the target's capability, the choice, its errors, and the output types of kernels.
+
+An op hands `choose` a table of its implementations in order of preference, each with the reason why it cannot serve
+the call (None if it can). Nothing else decides which kernel runs.
+"""
+
+import contextlib
+import contextvars
+import os
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+DISABLE_KERNELS = "DSV4_FUSIONS_DISABLE_KERNELS"
+"""Environment variable: set to 1, every op takes plain XLA code and a named kernel raises. Read at trace time."""
+
+_interpret = contextvars.ContextVar("dsv4_fusions_interpret", default=False)
+
+
+class Target(NamedTuple):
+    """What the traced program is compiled for."""
+
+    platform: str
+    """ "gpu", "cpu" or another JAX platform name."""
+    capability: tuple[int, int] | None
+    """CUDA compute capability, None off NVIDIA GPUs."""
+
+
+class NotBuilt(str):
+    """A reason for `choose`: the implementation has a name but no code yet."""
+
+
+def target() -> Target:
+    """The abstract mesh's device if one is set, else the default device."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    device = jax.config.jax_default_device or jax.devices()[0]
+    if isinstance(device, str):
+        device = jax.devices(device)[0]
+    if abstract is not None and abstract.device_kind != device.device_kind:
+        if abstract.platform != "gpu":
+            return Target(abstract.platform, None)
+        from jax.experimental.pallas import triton
+
+        return Target("gpu", divmod(triton.get_gpu_info().compute_capability, 10))
+    capability = getattr(device, "compute_capability", None)
+    if device.platform != "gpu" or not isinstance(capability, str) or "." not in capability:
+        return Target(device.platform, None)
+    major, minor = capability.split(".")
+    return Target("gpu", (int(major), int(minor)))
+
+
+@contextlib.contextmanager
+def interpret() -> Iterator[None]:
+    """Runs Pallas kernels in interpret mode inside the block, on any device. For tests: it is very slow.
+
+    Acts while tracing, so a function compiled outside the block keeps its compiled code.
+    """
+    token = _interpret.set(True)
+    try:
+        yield
+    finally:
+        _interpret.reset(token)
+
+
+def interpreting() -> bool:
+    """Whether the code being traced is inside `interpret()`."""
+    return _interpret.get()
+
+
+def triton_unsupported() -> str | None:
+    """Why a kernel of the Pallas Triton backend cannot run on the target, None if it can."""
+    if os.environ.get(DISABLE_KERNELS, "0") not in ("", "0"):
+        return f"kernels are switched off by {DISABLE_KERNELS}"
+    if interpreting():
+        return None
+    platform, capability = target()
+    if platform != "gpu" or capability is None:
+        return f"it needs an NVIDIA GPU and the target is {platform}"
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0 or higher and the target has {capability[0]}.{capability[1]}"
+    return None
+
+
+def choose(implementation: str | None, unsupported: Mapping[str, str | None]) -> str:
+    """The implementation that runs.
+
+    Args:
+      implementation: a name, or None for the first that can serve.
+      unsupported: every implementation in order of preference, with the reason why it cannot serve this call, or None.
+
+    Returns:
+      A key of `unsupported`.
+
+    Raises:
+      ValueError: an unknown name, or a named implementation that cannot serve.
+      NotImplementedError: a named implementation that is not built yet.
+    """
+    if implementation is None:
+        return next(name for name, reason in unsupported.items() if reason is None)
+    if implementation not in unsupported:
+        raise ValueError(f"implementation: got {implementation!r}, wanted None or one of {', '.join(unsupported)}")
+    reason = unsupported[implementation]
+    if isinstance(reason, NotBuilt):
+        raise NotImplementedError(f"implementation {implementation!r}: {reason}")
+    if reason is not None:
+        raise ValueError(f"implementation {implementation!r} cannot run here: {reason}")
+    return implementation
+
+
+def align_manual_axes(*operands: jax.Array) -> tuple[jax.Array, ...]:
+    """Gives all operands the same manual axis type: inside `shard_map`, varying over every axis that any varies over.
+
+    A replicated weight next to sharded activations then gets its one all-reduce from this cast's transpose, and a
+    custom gradient need not know about the mesh.
+    """
+    varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
+
+    def cast(x):
+        missing = tuple(varying - jax.typeof(x).manual_axis_type.varying)
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return tuple(cast(x) for x in operands)
+
+
+def output_type(shape: tuple[int, ...], dtype, *operands: jax.Array) -> jax.ShapeDtypeStruct:
+    """The type of a kernel's output that varies over the same manual mesh axes as its (aligned) operands."""
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), manual_axis_type=jax.typeof(operands[0]).manual_axis_type)

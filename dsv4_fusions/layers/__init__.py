@@ -1,0 +1,21 @@
+"""Flax NNX modules of the hybrid attention model."""
+
+from dsv4_fusions.layers.compressed_sparse_attention import CompressedSparseAttention
+from dsv4_fusions.layers.compressor import Compressor
+from dsv4_fusions.layers.decoder import Decoder, DecoderBlock, SwiGLU
+from dsv4_fusions.layers.dsv4_attention import DSv4HybridSelfAttention
+from dsv4_fusions.layers.norms import RMSNorm, rms_normalize
+from dsv4_fusions.layers.switches import FusionStatus, Switches
+
+__all__ = [
+    "CompressedSparseAttention",
+    "Compressor",
+    "Decoder",
+    "DecoderBlock",
+    "DSv4HybridSelfAttention",
+    "FusionStatus",
+    "RMSNorm",
+    "SwiGLU",
+    "Switches",
+    "rms_normalize",
+]

@@ -1,0 +1,216 @@
+"""The DeepSeek-V4 hybrid attention layer with its VHA postmix."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dsv4_fusions.config import DSv4Config
+from dsv4_fusions.documents import from_segment_ids
+from dsv4_fusions.layers.compressed_sparse_attention import CompressedSparseAttention
+from dsv4_fusions.layers.norms import RMSNorm, rms_normalize
+from dsv4_fusions.layers.rotary import layer_tables, rotate_row, token_positions
+from dsv4_fusions.layers.switches import FusionStatus, Switches, never_active, warn_never_active
+from dsv4_fusions.ops.inv_rope_postmix import (
+    inv_rope_unsupported,
+    inv_rope_vha_postmix,
+    postmix_matrix,
+    vha_postmix,
+)
+from dsv4_fusions.rope import RopeTables, rotate
+
+
+class DSv4HybridSelfAttention(Switches, nnx.Module):
+    """Hybrid self-attention: low-rank queries, one key/value row per token, rotated back and mixed across heads.
+
+    In order (PaddleFleet PR #1772; DeepSeek-V4 without the postmix and the gate):
+
+        q = rms(RMSNorm(x Wq_down) Wq_up) per head         kv = RMSNorm(x Wkv)
+        o = inverse_rotation(attention(rotate(q), rotate(kv)))
+        mixed = M o, M = V U^T + I, over heads             (VHA postmix)
+        out = (mixed in groups of heads) @ o_down          times sigmoid(x Wgate) if gated
+        y = out @ o_proj
+
+    The parameters are the same whatever the switches say. Computation is in `cfg.dtype`.
+
+    Attributes:
+      fuse_inv_rope: bool switch, see `Switches` for when a flip acts. The inverse rotation is folded into the postmix,
+        so that the rotated attention output never exists in memory. No bit of the result or of a gradient depends on
+        it. Where it cannot serve, the unfused pair runs: `explain_fusions` tells.
+      fuse_kv_index_remap: bool switch of the core attention, see `CompressedSparseAttention`.
+      postmix_backward: "dot_general" or "single_pass", the postmix's gradient on either path.
+      implementation: which implementation of the postmix runs, on either path: a name, or None for the best that can.
+    """
+
+    SWITCHES = ("fuse_inv_rope", "fuse_kv_index_remap")
+
+    def __init__(
+        self,
+        cfg: DSv4Config,
+        layer_index: int = 0,
+        *,
+        rngs: nnx.Rngs,
+        fuse_inv_rope: bool | None = None,
+        fuse_kv_index_remap: bool | None = None,
+        postmix_backward: str | None = None,
+        implementation: str | None = None,
+    ):
+        """Makes the parameters: U ~ N(0, 0.01) and V = 0, so that the postmix starts as the identity.
+
+        Args:
+          cfg: the configuration.
+          layer_index: which layer; it chooses the compress ratio and the rotary base.
+          rngs: source of the initial values.
+          fuse_inv_rope, fuse_kv_index_remap, postmix_backward, implementation: the switches' values; None: the
+            configuration's.
+
+        Raises:
+          ValueError: a layer that the configuration does not have, an unknown name.
+          TypeError: a fusion switch that is no bool.
+          NotImplementedError: a compress ratio or a rematerialisation that is not built yet.
+        """
+        if cfg.remat:
+            raise NotImplementedError(f"remat = {cfg.remat!r} waits for the issue 'Complete the layers'")
+        self.core_attention = CompressedSparseAttention(cfg, layer_index, rngs=rngs, fuse_kv_index_remap=False)
+        self.cfg = cfg
+        # What the layer is, rather than its number: layers of one kind can be stacked for a scan.
+        self.rope = cfg.layer_rope(layer_index)
+        dtype, param_dtype = jnp.dtype(cfg.dtype), jnp.dtype(cfg.param_dtype)
+        heads, groups = cfg.num_attention_heads, cfg.o_groups
+
+        def linear(width_in, width_out):
+            return nnx.Linear(width_in, width_out, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+        def norm(width):
+            return RMSNorm(width, eps=cfg.rms_norm_eps, param_dtype=param_dtype)
+
+        self.q_down = linear(cfg.hidden_size, cfg.q_lora_rank)
+        self.q_norm = norm(cfg.q_lora_rank)
+        self.q_up = linear(cfg.q_lora_rank, heads * cfg.head_dim)
+        self.kv_proj = linear(cfg.hidden_size, cfg.head_dim)
+        self.kv_norm = norm(cfg.head_dim)
+        if cfg.use_vha_attention:
+            shape = (groups, heads // groups) if cfg.vha_postmix_grouped else (heads,)
+            shape = (*shape, cfg.postmix_rank)
+            self.postmix_u = nnx.Param(0.01 * jax.random.normal(rngs.params(), shape, param_dtype))
+            self.postmix_v = nnx.Param(jnp.zeros(shape, param_dtype))
+        grouped = nnx.initializers.lecun_normal(batch_axis=0)
+        group_width = heads * cfg.head_dim // groups
+        self.o_down = nnx.Param(grouped(rngs.params(), (groups, group_width, cfg.o_lora_rank), param_dtype))
+        if cfg.gated_attention:
+            self.gate_proj = linear(cfg.hidden_size, groups * cfg.o_lora_rank)
+        self.o_proj = linear(groups * cfg.o_lora_rank, cfg.hidden_size)
+
+        self.fuse_inv_rope = cfg.fuse_inv_rope if fuse_inv_rope is None else fuse_inv_rope
+        self.fuse_kv_index_remap = cfg.fuse_kv_index_remap if fuse_kv_index_remap is None else fuse_kv_index_remap
+        self.postmix_backward = cfg.postmix_backward if postmix_backward is None else postmix_backward
+        self.implementation = cfg.implementation if implementation is None else implementation
+        warn_never_active(cfg, fuse_inv_rope=self.fuse_inv_rope, fuse_kv_index_remap=self.fuse_kv_index_remap)
+
+    @property
+    def fuse_kv_index_remap(self) -> bool:
+        """The core attention's switch: it has one home, and this is the other name for it."""
+        return self.core_attention.fuse_kv_index_remap
+
+    @fuse_kv_index_remap.setter
+    def fuse_kv_index_remap(self, value: bool):
+        self.core_attention.fuse_kv_index_remap = value
+
+    def __call__(
+        self,
+        x: Float[Array, "batch tokens hidden"],
+        segment_ids: Int[Array, "batch tokens"] | None = None,
+        positions: Int[Array, "*batch tokens"] | None = None,
+    ) -> tuple[Float[Array, "batch tokens hidden"], dict[str, Float[Array, ""]]]:
+        """Attends, causally and within each document.
+
+        Args:
+          x: hidden states.
+          segment_ids: document of each token, 0 for padding, whose output is 0; None: every row is one document.
+          positions: rotary positions, int [tokens] or [batch, tokens]; None: counted within the document.
+
+        Returns:
+          Array like `x` in the compute dtype, and the layer's auxiliary losses by name (the ratios built so far have
+          none).
+
+        Raises:
+          ValueError: shapes that do not fit.
+          TypeError: segment ids or positions that are no integers.
+        """
+        self._check_input(x, segment_ids)
+        batch, tokens, _ = x.shape
+        cfg = self.cfg
+        x = x.astype(cfg.dtype)
+        boundaries = None if segment_ids is None else from_segment_ids(segment_ids)
+        tables = layer_tables(cfg, self.rope, token_positions(batch, tokens, boundaries, positions))
+
+        q = self.q_up(self.q_norm(self.q_down(x))).reshape(batch, tokens, cfg.num_attention_heads, cfg.head_dim)
+        q = rotate(rms_normalize(q, cfg.rms_norm_eps), tables)
+        kv = rotate_row(self.kv_norm(self.kv_proj(x)), tables)
+        o = self.core_attention(q, kv, x, boundaries, positions)
+        o = self._inverse_rotation_and_postmix(o, tables)
+
+        o = o.reshape(batch, tokens, cfg.o_groups, -1)
+        o = jnp.einsum("btgc,gcr->btgr", o, self.o_down[...].astype(cfg.dtype)).reshape(batch, tokens, -1)
+        if cfg.gated_attention:
+            o = o * jax.nn.sigmoid(self.gate_proj(x))
+        return self.o_proj(o), {}
+
+    def explain_fusions(self, x=None) -> dict[str, FusionStatus]:
+        """What every fusion of this layer does and why, from the function that the forward decides with.
+
+        Args:
+          x: the input, or anything with its shape; None: the batch is unknown. Its dtype does not matter, for the layer
+            computes in `cfg.dtype`.
+
+        Returns:
+          {"fuse_inv_rope": FusionStatus, "fuse_kv_index_remap": FusionStatus}.
+
+        Raises:
+          ValueError, NotImplementedError: `implementation` names one that cannot run here, as a call would.
+        """
+        return {"fuse_inv_rope": self._inv_rope_status(), **self.core_attention.explain_fusions(x)}
+
+    def _inv_rope_status(self):
+        cfg = self.cfg
+        never = never_active(cfg).get("fuse_inv_rope")
+        if not cfg.use_vha_attention or cfg.vha_postmix_grouped:
+            return FusionStatus(False, None, never)
+        implementation, unsupported = inv_rope_unsupported(
+            jnp.dtype(cfg.dtype), cfg.qk_rope_head_dim, self.implementation
+        )
+        if never or unsupported:
+            return FusionStatus(False, implementation, never or unsupported)
+        if not self.fuse_inv_rope:
+            return FusionStatus(False, implementation, "fuse_inv_rope is False")
+        return FusionStatus(True, implementation, f"{cfg.dtype}, {cfg.qk_rope_head_dim} rotary channels")
+
+    def _inverse_rotation_and_postmix(self, o, tables: RopeTables):
+        # The rotation must see the rounded attention output on both paths; without the barrier XLA may hand it the f32
+        # values from before the rounding, on the unfused path alone. Its transpose does the same for the gradient.
+        o = jax.lax.optimization_barrier(o)
+        cfg, status = self.cfg, self._inv_rope_status()
+        if not cfg.use_vha_attention:
+            return rotate(o, tables, inverse=True)
+        u, v = self.postmix_u[...], self.postmix_v[...]
+        if cfg.vha_postmix_grouped:
+            return _grouped_postmix(rotate(o, tables, inverse=True), u.astype(o.dtype), v.astype(o.dtype))
+        m = postmix_matrix(u, v).astype(o.dtype)
+        how = {"backward": self.postmix_backward, "implementation": status.implementation}
+        if status.active:
+            return inv_rope_vha_postmix(o, m, tables, **how)
+        return vha_postmix(rotate(o, tables, inverse=True), m, **how)
+
+    def _check_input(self, x, segment_ids):
+        if x.ndim != 3 or x.shape[-1] != self.cfg.hidden_size:
+            raise ValueError(f"x: got shape {x.shape}, wanted [batch, tokens, {self.cfg.hidden_size}]")
+        if segment_ids is not None and segment_ids.shape != x.shape[:2]:
+            raise ValueError(f"segment_ids: got shape {segment_ids.shape}, wanted {x.shape[:2]}, one id per token of x")
+
+
+def _grouped_postmix(x, u, v):
+    """Adds to every head the rank-limited mix of its own group: x + V (U^T x); u, v [groups, heads // groups, rank]."""
+    groups, width, _ = u.shape
+    grouped = x.reshape(*x.shape[:-2], groups, width, x.shape[-1])
+    mixed = jnp.einsum("...gjd,gjr->...grd", grouped, u)
+    return (grouped + jnp.einsum("...grd,gjr->...gjd", mixed, v)).reshape(x.shape)

@@ -1,0 +1,104 @@
+"""Switches: plain module attributes that change how a layer computes and never what, and what became of them."""
+
+import dataclasses
+import os
+import warnings
+
+import flax
+
+from dsv4_fusions.config import IMPLEMENTATIONS, POSTMIX_BACKWARDS, DSv4Config
+
+# A warning should point at the user's line, behind our frames and the constructor of Flax's metaclass.
+_INTERNAL = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(flax.__file__))
+
+
+@dataclasses.dataclass(frozen=True)
+class FusionStatus:
+    """What one fusion does in one layer.
+
+    Attributes:
+      active: whether the fused form runs.
+      implementation: name of the implementation that runs, fused or not; None where no op of ours is involved.
+      reason: why it is active or not, in words.
+    """
+
+    active: bool
+    implementation: str | None
+    reason: str
+
+
+class Switches:
+    """Guard for a module's switches; comes before `nnx.Module` among the bases.
+
+    A class lists its switches in `SWITCHES`. A `fuse_*` switch takes True or False and nothing else: NumPy booleans, 0
+    and 1 hash like them and would share, or split, entries of the compile cache. An unknown `fuse_*` name is a typo and
+    raises, for it would otherwise be a new attribute without effect. `postmix_backward` and `implementation` take the
+    names listed here.
+
+    Switches are static parts of the module, so a new value acts at the next trace. Where the module is an argument of
+    `jax.jit` or `nnx.jit` that is the next call:
+
+        step = jax.jit(lambda layer, x: layer(x)[0])
+        layer.fuse_inv_rope = True                  # retraced at the next step(layer, x); back to False: cached code
+
+    A trace that captured the module keeps the old value, and the old weights with it. Three spellings do that:
+
+        jax.jit(lambda x: layer(x)[0])              # the layer is closed over, not passed
+        nnx.cached_partial(step, layer)             # the structure was cached before the flip
+        graphdef, state = nnx.split(layer)          # the switches live in graphdef: split again after a flip
+
+    Raises:
+      AttributeError: on assigning an unknown `fuse_*` name.
+      TypeError: on assigning anything but a bool to a `fuse_*` switch.
+      ValueError: on assigning an unknown name to `postmix_backward` or `implementation`.
+    """
+
+    SWITCHES: tuple[str, ...] = ()
+
+    def __setattr__(self, name, value):
+        owner = type(self).__name__
+        if name.startswith("fuse_"):
+            if name not in self.SWITCHES:
+                raise AttributeError(f"{owner} has no switch {name!r}; it has {', '.join(self.SWITCHES)}")
+            if type(value) is not bool:
+                raise TypeError(f"{owner}.{name}: got {value!r}, wanted True or False")
+        elif name == "postmix_backward" and value not in POSTMIX_BACKWARDS:
+            raise ValueError(f"{owner}.{name}: got {value!r}, wanted one of {', '.join(POSTMIX_BACKWARDS)}")
+        elif name == "implementation" and value is not None and value not in IMPLEMENTATIONS:
+            raise ValueError(f"{owner}.{name}: got {value!r}, wanted None or one of {', '.join(IMPLEMENTATIONS)}")
+        super().__setattr__(name, value)
+
+
+def never_active(cfg: DSv4Config) -> dict[str, str]:
+    """The fusions that no call can activate under a configuration, each with the field that stands in the way.
+
+    Args:
+      cfg: the configuration.
+
+    Returns:
+      Switch name -> reason, which names the field.
+    """
+    reasons = {}
+    if not cfg.use_vha_attention:
+        reasons["fuse_inv_rope"] = "use_vha_attention is False: there is no postmix to fold the rotation into"
+    elif cfg.vha_postmix_grouped:
+        reasons["fuse_inv_rope"] = "vha_postmix_grouped is True: only the ungrouped postmix is fused"
+    elif cfg.qk_rope_head_dim == 0:
+        reasons["fuse_inv_rope"] = "qk_rope_head_dim is 0: there is nothing to rotate"
+    if cfg.sparse_attention_backend != "flat":
+        reasons["fuse_kv_index_remap"] = (
+            f"sparse_attention_backend is {cfg.sparse_attention_backend!r}: it reads per-batch ids, nothing is remapped"
+        )
+    return reasons
+
+
+def warn_never_active(cfg: DSv4Config, **switches: bool) -> None:
+    """Warns once for each switch that is on and that no call can activate. It stays on and has no effect.
+
+    Args:
+      cfg: the configuration.
+      **switches: values of the fusion switches.
+    """
+    for name, reason in never_active(cfg).items():
+        if switches.get(name):
+            warnings.warn(f"{name}=True has no effect: {reason}", UserWarning, skip_file_prefixes=_INTERNAL)

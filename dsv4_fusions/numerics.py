@@ -1,0 +1,76 @@
+"""Exact rounding that no compiler may drop, and integer views for bitwise comparison."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float32, Shaped
+
+# Explicit significand bits of the formats a rounding can be pinned to; f32 itself needs none.
+_MANTISSA_BITS = {"bfloat16": 7, "float16": 10}
+
+
+def round_to(x: Float32[Array, "..."], dtype) -> Float32[Array, "..."]:
+    """Rounds f32 values to the nearest value of `dtype` (ties to even), in code that XLA compiles.
+
+    A plain `astype(dtype).astype(float32)` may be dropped inside a fusion; this rounding survives. NaN stays NaN.
+
+    Args:
+      x: f32 values.
+      dtype: bfloat16, float16 or float32 (for which nothing happens).
+
+    Returns:
+      f32 array whose elements are exactly representable in `dtype`.
+    """
+    if jnp.dtype(dtype) == jnp.bfloat16:
+        return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    # For float16, reduce_precision would flush subnormals to zero, and they are ordinary values there.
+    return round_to_in_kernel(x, dtype)
+
+
+def round_to_in_kernel(x: Float32[Array, "..."], dtype) -> Float32[Array, "..."]:
+    """Same as `round_to`, in integer arithmetic alone, which lowers in every Pallas backend."""
+    name = jnp.dtype(dtype).name
+    if name == "float32":
+        return x
+    if name not in _MANTISSA_BITS:
+        raise ValueError(f"dtype: got {name}, wanted bfloat16, float16 or float32")
+    y = round_significand(x, _MANTISSA_BITS[name] + 1)
+    if name == "float16":
+        magnitude = jnp.abs(x)
+        y = jnp.where(magnitude < jnp.float32(2.0**-14), _with_sign_of(_float16_subnormal(magnitude), x), y)
+        y = jnp.where(magnitude >= jnp.float32(65520.0), x * jnp.float32(np.inf), y)
+    # The integer carry turns some NaN patterns into +-0.
+    return jnp.where(x != x, x, y)
+
+
+def _float16_subnormal(magnitude):
+    """Nearest multiple of 2**-24, for 0 <= magnitude < 2**-14."""
+    # Adding and subtracting 0.5 would do the same, but XLA's simplifier cancels the pair.
+    u = lax.bitcast_convert_type(magnitude, jnp.int32)
+    shift = jnp.clip(126 - (u >> 23), 1, 25)
+    significand = (u & 0x7FFFFF) | 0x800000
+    half_minus_one = (jnp.int32(1) << (shift - 1)) - 1
+    quotient = (significand + half_minus_one + ((significand >> shift) & 1)) >> shift
+    return quotient.astype(jnp.float32) * jnp.float32(2.0**-24)
+
+
+def round_significand(x: Float32[Array, "..."], bits: int) -> Float32[Array, "..."]:
+    """Rounds f32 values to `bits` significant bits (ties to even), exponent range unchanged, in integer arithmetic."""
+    drop = 24 - bits
+    u = lax.bitcast_convert_type(x, jnp.uint32)
+    tie_to_even = (u >> jnp.uint32(drop)) & jnp.uint32(1)
+    u = (u + jnp.uint32((1 << (drop - 1)) - 1) + tie_to_even) & jnp.uint32(0xFFFFFFFF << drop & 0xFFFFFFFF)
+    return lax.bitcast_convert_type(u, jnp.float32)
+
+
+def _with_sign_of(magnitude, x):
+    negative = lax.bitcast_convert_type(x, jnp.int32) < 0  # x < 0 would miss -0
+    return jnp.where(negative, -magnitude, magnitude)
+
+
+def bits(x: Shaped[Array, "..."]):
+    """The elements of a NumPy or JAX array as unsigned integers of the same width, so that +0 and -0 differ."""
+    dtype = np.dtype(f"uint{8 * x.dtype.itemsize}")
+    if isinstance(x, np.ndarray):
+        return np.ascontiguousarray(x).view(dtype)
+    return x.astype(jnp.uint8) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(x, dtype)

@@ -1,0 +1,68 @@
+"""Sparse attention in plain jnp: the specification, and what runs where no kernel does.
+
+For each query t and head h, over the slots j whose id is not empty (keys and values are the same rows):
+
+    s_j = scale * q . kv[id_j]      Z = sum_j exp(s_j) + exp(sink_h)      out = sum_j exp(s_j) / Z * kv[id_j]
+
+The sink is a column without a value: it enters the denominator alone. An id that stands twice counts twice. Gradients
+are those of autodiff, with the rows' gradient summed as in `gather.py`.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
+
+from dsv4_fusions.ops.sparse_attention.gather import gather_rows
+
+BLOCK_BYTES = 2**26
+"""Bytes that the gathered rows and the scores of one block of queries may take."""
+
+
+def attend(
+    q: Float[Array, "tokens heads head_dim"],
+    kv: Float32[Array, "rows head_dim"],
+    ids: Int32[Array, "tokens topk"],
+    sink: Float32[Array, "heads"],
+    scale: float,
+) -> Float[Array, "tokens heads head_dim"]:
+    """Attention of one sequence of queries to the rows that its table names, a block of queries at a time.
+
+    Args:
+      q: queries.
+      kv: rows, keys and values at once.
+      ids: row of each slot, -1 for an empty one.
+      sink: logit of the sink, finite or -inf (none).
+      scale: factor of the scores.
+
+    Returns:
+      Output in q's dtype, rounded once from f32.
+    """
+    tokens, heads, head_dim = q.shape
+    topk = ids.shape[1]
+    most = max(1, BLOCK_BYTES // (4 * topk * (head_dim + heads)))
+    num_blocks = -(-tokens // most)
+    block = -(-tokens // num_blocks)
+    padding = num_blocks * block - tokens
+    q = jnp.pad(q, ((0, padding), (0, 0), (0, 0))).reshape(num_blocks, block, heads, head_dim)
+    ids = jnp.pad(ids, ((0, padding), (0, 0)), constant_values=-1).reshape(num_blocks, block, topk)
+    # The backward gathers again: saved rows would take tokens * topk * head_dim elements.
+    attend_again = jax.checkpoint(partial(_attend_block, scale=scale), prevent_cse=False)
+    out = lax.map(lambda block: attend_again(block[0], kv, block[1], sink), (q, ids))
+    return out.reshape(num_blocks * block, heads, head_dim)[:tokens]
+
+
+def _attend_block(q, kv, ids, sink, *, scale):
+    rows = gather_rows(kv, ids)
+    scores = scale * jnp.einsum("thd,tkd->thk", q.astype(jnp.float32), rows, precision=lax.Precision.HIGHEST)
+    scores = jnp.where((ids >= 0)[:, None, :], scores, -jnp.inf)
+    # Any shift gives the same quotient, so this one is a constant to autodiff.
+    peak = lax.stop_gradient(jnp.maximum(scores.max(-1), sink))
+    peak = jnp.where(peak == -jnp.inf, 0.0, peak)
+    weights = jnp.exp(scores - peak[..., None])
+    total = weights.sum(-1) + jnp.exp(sink - peak)
+    total = jnp.where(total == 0.0, 1.0, total)
+    out = jnp.einsum("thk,tkd->thd", weights / total[..., None], rows, precision=lax.Precision.HIGHEST)
+    return out.astype(q.dtype)

@@ -1,0 +1,144 @@
+"""The jitted training step and the loop around it; the same seed gives the same batches, in the same order."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from dsv4_fusions.config import TrainConfig
+from dsv4_fusions.layers import Decoder
+from dsv4_fusions.training.text import Rows, batch_order
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a training run leaves.
+
+    Attributes:
+        losses: [steps] float32, each step's loss in nats a byte, before its update.
+        params: the final parameters.
+        training_loss: of the final parameters on as many training rows as there are held-out ones.
+        held_out_loss: of the final parameters on the held-out rows.
+    """
+
+    losses: np.ndarray
+    params: nnx.State
+    training_loss: float
+    held_out_loss: float
+
+
+@functools.cache  # one object per configuration, so that a second run finds the first one's compiled step
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW with clipping, linear warm-up and cosine decay to zero; vectors and scalars are not decayed."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, config.warmup_steps, config.steps)
+    if config.warmup_steps == 0:
+        schedule = optax.cosine_decay_schedule(config.learning_rate, config.steps)
+    adamw = optax.adamw(
+        schedule,
+        b1=config.adam_b1,
+        b2=config.adam_b2,
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+        mask=lambda params: jax.tree.map(lambda array: array.ndim >= 2, params),
+    )
+    return optax.chain(optax.clip_by_global_norm(config.grad_clip), adamw)
+
+
+def loss_sum(graphdef: nnx.GraphDef, params: nnx.State, batch: Rows):
+    """Cross entropy of the next byte, summed over the bytes that have one.
+
+    Args:
+        graphdef: structure of the decoder, switches included.
+        params: its parameters.
+        batch: rows of text.
+
+    Returns:
+        The sum in nats (f32), the number of predicted bytes (int32), and the model's auxiliary losses by name.
+    """
+    logits, aux = nnx.merge(graphdef, params)(batch.tokens, batch.segment_ids)
+    nats = optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
+    return jnp.sum(nats, where=batch.has_target), jnp.sum(batch.has_target), aux
+
+
+@functools.partial(jax.jit, static_argnames="optimizer", donate_argnames=("params", "opt_state"))
+def train_step(graphdef, params, opt_state, batch: Rows, *, optimizer: optax.GradientTransformation):
+    """One update. The parameters and the optimizer's state are donated.
+
+    Returns:
+        The new parameters, the optimizer's new state, and the batch's loss in nats a byte before the update.
+    """
+
+    def objective(params):
+        total, count, aux = loss_sum(graphdef, params, batch)
+        loss = total / jnp.maximum(count, 1)
+        return loss + sum(aux.values()), loss
+
+    grads, loss = jax.grad(objective, has_aux=True)(params)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+_loss_sum = jax.jit(loss_sum)
+
+
+def evaluate(graphdef: nnx.GraphDef, params: nnx.State, rows: Rows, batch_size: int) -> float:
+    """Loss over all rows, in nats a byte.
+
+    Args:
+        graphdef: structure of the decoder, switches included.
+        params: its parameters.
+        rows: text.
+        batch_size: rows a batch; empty rows fill the last one.
+
+    Returns:
+        The mean over all predicted bytes.
+    """
+    missing = -len(rows) % batch_size
+    rows = jax.tree.map(lambda array: np.pad(array, ((0, missing), (0, 0))), rows)
+    total, count = 0.0, 0
+    for start in range(0, len(rows), batch_size):
+        nats, predicted, _ = _loss_sum(graphdef, params, rows.take(slice(start, start + batch_size)))
+        total, count = total + float(nats), count + int(predicted)
+    return total / count
+
+
+def train(
+    model: Decoder,
+    config: TrainConfig,
+    training: Rows,
+    held_out: Rows,
+    on_step: Callable[[int, float, float | None], None] = lambda step, loss, held_out_loss: None,
+) -> Run:
+    """Trains a decoder.
+
+    Args:
+        model: the decoder; its parameters are consumed.
+        config: batch size, steps, optimizer.
+        training: rows to train on.
+        held_out: rows to evaluate on.
+        on_step: called after every step with its number from 1, its loss, and the held-out loss if one is due.
+
+    Returns:
+        The losses and the final parameters.
+    """
+    optimizer = make_optimizer(config)
+    graphdef, params = nnx.split(model, nnx.Param)
+    opt_state = optimizer.init(params)
+    losses = []
+    for step, rows in enumerate(batch_order(len(training), config.batch_size, config.steps, config.seed), start=1):
+        params, opt_state, loss = train_step(graphdef, params, opt_state, training.take(rows), optimizer=optimizer)
+        losses.append(np.asarray(loss))
+        due = config.eval_interval and step % config.eval_interval == 0 and step < config.steps
+        held_out_loss = evaluate(graphdef, params, held_out, config.batch_size) if due else None
+        on_step(step, float(losses[-1]), held_out_loss)
+    return Run(
+        np.stack(losses),
+        params,
+        evaluate(graphdef, params, training.take(slice(len(held_out))), config.batch_size),
+        evaluate(graphdef, params, held_out, config.batch_size),
+    )

@@ -1,0 +1,92 @@
+"""Shapes by name and the operands that go with them, shared by the tests on a CPU and those on a GPU."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  (NumPy learns bfloat16 from it)
+import numpy as np
+
+from dsv4_fusions import RopeTables, inv_rope_vha_postmix, postmix_matrix, rotate, vha_postmix
+
+
+@dataclasses.dataclass(frozen=True)
+class Postmix:
+    """One call of the postmix: `lead` are batch axes in front of the tokens."""
+
+    tokens: int
+    heads: int
+    head_dim: int
+    rope_dim: int
+    dtype: str = "bfloat16"
+    rounding: str = "each_product"
+    seed: int = 0
+    lead: tuple[int, ...] = ()
+
+    def __str__(self):
+        shape = "x".join(map(str, (*self.lead, self.tokens, self.heads, self.head_dim, self.rope_dim)))
+        return f"{shape}-{self.dtype}-{self.rounding}-seed{self.seed}"
+
+    @property
+    def shape(self):
+        return (*self.lead, self.tokens, self.heads, self.head_dim)
+
+    def operands(self, scale=0.05):
+        """(o, u, v, tables, g): tables random with unequal halves, V off zero so that sums have many terms."""
+        rng = np.random.default_rng(self.seed)  # NumPy: jax.random would compile for every shape
+        normal = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
+        array = lambda x: jnp.asarray(x.astype(self.dtype))  # noqa: E731
+        rank = max(1, self.heads // 4)
+        o, g = (array(normal(*self.shape)) for _ in range(2))
+        u, v = (array(np.float32(scale) * normal(self.heads, rank)) for _ in range(2))
+        angles = 3 * normal(self.tokens, self.rope_dim)
+        return o, u, v, RopeTables(array(np.cos(angles)), array(np.sin(angles)), self.rounding), g
+
+
+# (tokens, heads, head_dim, rope_dim) of PaddleFleet PR #1772's tests that a CPU can run in interpret mode, ...
+SMALL = [
+    Postmix(128, 4, 64, 32),
+    Postmix(128, 4, 64, 16, seed=1),
+    Postmix(7, 3, 40, 8),
+    Postmix(64, 3, 40, 8, seed=1),
+    Postmix(97, 32, 96, 32),
+    Postmix(64, 16, 256, 64),
+    Postmix(1, 64, 512, 64),
+]
+# ... those that take seconds there, ...
+MEDIUM = [Postmix(1023, 3, 40, 8, seed=2), Postmix(333, 8, 128, 32), Postmix(128, 64, 512, 64)]
+# ... those for the GPU, ...
+LARGE = [
+    Postmix(2048, 64, 512, 64, seed=1),
+    Postmix(2048, 64, 512, 64, seed=2),
+    Postmix(2048, 64, 512, 64, seed=3),
+    Postmix(1023, 64, 512, 64),
+]
+PRODUCTION = Postmix(16384, 64, 512, 64)
+# ... and shapes of our own that are odd on purpose.
+ODD = [
+    Postmix(3, 1, 8, 8),  # one head, every channel rotary
+    Postmix(5, 8, 34, 6),  # neither width a power of two
+    Postmix(33, 24, 128, 16),
+    Postmix(2, 96, 64, 64),
+    Postmix(9, 5, 24, 2, lead=(2, 3)),
+    Postmix(17, 128, 32, 8),
+]
+
+
+def unfused(o, m, tables, **options):
+    return vha_postmix(rotate(o, tables, inverse=True), m, **options)
+
+
+def fused(o, m, tables, **options):
+    return inv_rope_vha_postmix(o, m, tables, **options)
+
+
+def step(path, **options):
+    """Jitted (o, u, v, tables, g) -> (out, dO, dU, dV) of `unfused` or `fused`."""
+
+    def run(o, u, v, tables, g):
+        out, vjp = jax.vjp(lambda o, u, v: path(o, postmix_matrix(u, v), tables, **options), o, u, v)
+        return out, *vjp(g)
+
+    return jax.jit(run)

@@ -1,0 +1,27 @@
+"""Set-up of the test process; the environment must be complete before JAX is imported."""
+
+import os
+
+# Four simulated devices for the shard_map tests. The flag concerns the CPU alone: where there is a GPU, tests use it.
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+# Several test processes share one GPU: none may claim most of its memory at the start.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import hypothesis
+import pytest
+
+# The first example of a test compiles, so a deadline for one example says nothing.
+hypothesis.settings.register_profile("dsv4_fusions", deadline=None)
+hypothesis.settings.load_profile("dsv4_fusions")
+
+
+@pytest.fixture
+def faked_target(monkeypatch):
+    """Makes programs be traced for faked_target(platform, capability), whatever device there is."""
+    from dsv4_fusions import dispatch
+
+    def fake(platform, capability):
+        monkeypatch.setattr(dispatch, "target", lambda: dispatch.Target(platform, capability))
+
+    return fake

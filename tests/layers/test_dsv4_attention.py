@@ -1,0 +1,385 @@
+"""The hybrid attention layer: the fused inverse rotation changes no bit, and the layer is the right one.
+
+The layer test of PaddleFleet PR #1772, case by case:
+
+| reference case | here |
+|---|---|
+| determinism_precondition | test_two_unfused_runs_agree |
+| bitwise_sq32, bitwise_sq128, odd_seq (97) | test_flip_changes_no_bit[tokens-32], [tokens-128], [tokens-97] |
+| bitwise_other_seed, bitwise_other_layer | test_flip_changes_no_bit[other-seed], [other-layer] |
+| gate True with the flag, False without | test_explanation_and_program_agree |
+| at least 8 gradients, U's and V's not zero | test_flip_changes_no_bit (all cases) |
+| grouped_postmix_falls_back | test_explanation_and_program_agree[grouped], test_flip_changes_no_bit[grouped] |
+| high_precision_rope_falls_back | it fuses here: rope_rounding "once" in test_flip_changes_no_bit, ..._program_agree |
+| config_rejects_a_flag_that_can_never_fire | a warning here: test_flag_that_can_never_fire_warns |
+| selective_postmix_recompute_only_warns, bounded_recompute_window | it fuses: test_transforms[checkpoint, nnx-remat] |
+"""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import program
+import pytest
+from flax import nnx
+from layers import common, loops
+from layers.common import compute, flipped, make_input, make_layer, run, small_config
+
+from dsv4_fusions import dispatch
+from dsv4_fusions.config import DSv4Config
+from dsv4_fusions.layers import DSv4HybridSelfAttention
+from dsv4_fusions.testing import assert_trees_bitwise_equal
+
+DOCUMENTS = dict(tokens=24, batch=3, segment_ids=common.SEGMENTS)
+BITWISE = {
+    "tokens-32": dict(tokens=32),
+    "tokens-128": dict(tokens=128),
+    "tokens-97": dict(tokens=97),
+    "other-seed": dict(tokens=64, seed=7),
+    "other-layer": dict(tokens=64, layer_index=2),
+    "once": dict(tokens=32, cfg=dict(rope_rounding="once")),
+    "float32-causal": dict(tokens=32, batch=2, cfg=dict(dtype="float32", compress_ratios=(-1, -1, -1))),
+    "float16-window": dict(tokens=32, batch=2, cfg=dict(dtype="float16", compress_ratios=(0, 0, 0))),
+    "documents": DOCUMENTS,
+    "documents-yarn-gated-float32-parameters": DOCUMENTS
+    | dict(
+        cfg=dict(
+            yarn={"factor": 16.0, "original_max_position_embeddings": 64}, gated_attention=True, param_dtype="float32"
+        )
+    ),
+    "grouped": dict(tokens=32, cfg=dict(vha_postmix_grouped=True, vha_rank=1)),
+}
+
+
+@pytest.mark.parametrize("case", BITWISE.values(), ids=BITWISE)
+@pytest.mark.filterwarnings("ignore:fuse_inv_rope")
+def test_flip_changes_no_bit(case):
+    cfg = DSv4Config(**(common.REFERENCE | case.get("cfg", {})))
+    seed = case.get("seed", 42)
+    layer = make_layer(cfg, case.get("layer_index", 0), seed)
+    x, g = make_input(cfg, case.get("batch", 1), case["tokens"], seed)
+    before = jax.device_get((x, g, nnx.to_pure_dict(nnx.state(layer))))
+    unfused, fused = flipped(layer, x, g, case.get("segment_ids"))
+    assert_trees_bitwise_equal(unfused, fused, names=("unfused", "fused"))
+    assert len(jax.tree.leaves(fused["params"])) >= 8
+    for path, leaf in jax.tree.leaves_with_path(fused):  # U's and V's among them
+        assert jnp.any(leaf) or ("compressor" in str(path) and case["tokens"] < 128), path
+    after = jax.device_get((x, g, nnx.to_pure_dict(nnx.state(layer))))
+    assert_trees_bitwise_equal(before, after, names=("operands before", "operands after"))
+
+
+def test_two_unfused_runs_agree():
+    cfg = DSv4Config(**common.REFERENCE)
+    layer, (x, g) = make_layer(cfg), make_input(cfg, 1, 32)
+    assert_trees_bitwise_equal(run(layer, x, g), run(layer, x, g))
+
+
+def test_triton_kernel_in_interpret_mode():
+    cfg = small_config(implementation="triton")
+    layer, (x, g) = make_layer(cfg), make_input(cfg, 2, 7)
+    with dispatch.interpret():
+        unfused, fused = flipped(layer, x, g, run=jax.jit(compute))
+    assert_trees_bitwise_equal(unfused, fused, names=("unfused", "fused"))
+
+
+FUSES = {
+    "default": {},
+    "once": dict(rope_rounding="once"),
+    "float32": dict(dtype="float32"),
+    "gated": dict(gated_attention=True),
+    "window": dict(compress_ratios=(0, 0, 0)),
+    "causal": dict(compress_ratios=(-1, -1, -1)),
+    "xla-backend": dict(sparse_attention_backend="xla"),
+}
+FALLS_BACK = {
+    "grouped": dict(vha_postmix_grouped=True),
+    "no-postmix": dict(use_vha_attention=False),
+    "no-rotation": dict(qk_rope_head_dim=0),
+}
+
+
+@pytest.mark.parametrize("changes", (FUSES | FALLS_BACK).values(), ids=FUSES | FALLS_BACK)
+@pytest.mark.filterwarnings("ignore:fuse_inv_rope")
+def test_explanation_and_program_agree(changes, request):
+    """Read off the program: with the fusion the query is the only full-width tensor that is rotated."""
+    cfg = small_config(**changes)
+    fuses = request.node.callspec.id in FUSES
+    layer, (x, _) = make_layer(cfg), make_input(cfg, 2, 10)
+    shape = (2, 10, cfg.num_attention_heads, cfg.head_dim)
+    rotated = {}
+    for layer.fuse_inv_rope in (False, True):
+        assert layer.explain_fusions(x)["fuse_inv_rope"].active == (layer.fuse_inv_rope and fuses)
+        assert layer.explain_fusions()["fuse_inv_rope"] == layer.explain_fusions(x)["fuse_inv_rope"]
+        jaxpr = common.forward_jaxpr(layer, x)
+        rotated[layer.fuse_inv_rope] = common.rotated_tensors(jaxpr, shape)
+        # In front of either path, outside the ops: the attention output is rounded before it is rotated.
+        barriers = [e.outvars[0].aval.shape for e in jaxpr.eqns if e.primitive.name == "optimization_barrier"]
+        assert barriers == [shape]
+    if cfg.qk_rope_head_dim == 0:
+        assert rotated == {False: 0, True: 0}
+    else:
+        assert rotated == {False: 2, True: 1 if fuses else 2}
+
+
+def test_fusion_calls_its_kernel():
+    cfg = small_config()
+    layer, (x, _) = make_layer(cfg, implementation="triton"), make_input(cfg, 2, 4)
+    for layer.fuse_inv_rope, kernel in ((False, "vha_postmix"), (True, "inv_rope_vha_postmix")):
+        with dispatch.interpret():
+            assert common.kernels(common.forward_jaxpr(layer, x)) == [kernel]
+            assert layer.explain_fusions(x)["fuse_inv_rope"].implementation == "triton"
+
+
+@pytest.mark.lowering
+def test_fusion_calls_its_kernel_on_cuda():
+    layer, (x, _) = make_layer(small_config()), make_input(small_config(), 2, 4)
+    for layer.fuse_inv_rope in (False, True):
+        text = program.lower_for_cuda(lambda layer, x: layer(x)[0], layer, x)
+        assert ("inv_rope_vha_postmix" in text) == layer.fuse_inv_rope
+        assert "vha_postmix" in text
+
+
+def test_reasons_name_what_stands_in_the_way():
+    def reason(**changes):
+        return make_layer(small_config(**changes)).explain_fusions()["fuse_inv_rope"].reason
+
+    assert "fuse_inv_rope is False" in reason()
+    assert "vha_postmix_grouped" in reason(vha_postmix_grouped=True)
+    assert "use_vha_attention" in reason(use_vha_attention=False)
+    assert "qk_rope_head_dim" in reason(qk_rope_head_dim=0)
+
+
+def test_dtype_that_no_kernel_serves_falls_back(monkeypatch):
+    monkeypatch.setattr(dispatch, "target", lambda: dispatch.Target("gpu", (9, 0)))
+    layer = make_layer(small_config(dtype="float32"), fuse_inv_rope=True)
+    status = layer.explain_fusions()["fuse_inv_rope"]
+    assert (status.active, status.implementation) == (False, "xla") and "no kernel" in status.reason
+    x, _ = make_input(layer.cfg, 1, 4)
+    assert common.rotated_tensors(common.forward_jaxpr(layer, x), (1, 4, 4, 12)) == 2
+    assert make_layer(small_config(), fuse_inv_rope=True).explain_fusions()["fuse_inv_rope"].implementation == "triton"
+
+
+NEVER = {
+    "grouped": ("fuse_inv_rope", "vha_postmix_grouped", FALLS_BACK["grouped"]),
+    "no-postmix": ("fuse_inv_rope", "use_vha_attention", FALLS_BACK["no-postmix"]),
+    "no-rotation": ("fuse_inv_rope", "qk_rope_head_dim", FALLS_BACK["no-rotation"]),
+    "xla": ("fuse_kv_index_remap", "sparse_attention_backend", dict(sparse_attention_backend="xla")),
+    "batched": ("fuse_kv_index_remap", "sparse_attention_backend", dict(sparse_attention_backend="batched")),
+}
+
+
+@pytest.mark.parametrize("switch, field, changes", NEVER.values(), ids=NEVER)
+def test_flag_that_can_never_fire_warns(switch, field, changes):
+    with pytest.warns(UserWarning, match=f"{switch}.*{field}") as record:
+        layer = DSv4HybridSelfAttention(small_config(**changes), rngs=nnx.Rngs(0), **{switch: True})
+    assert len(record) == 1 and record[0].filename == __file__
+    assert getattr(layer, switch) is True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DSv4HybridSelfAttention(small_config(**changes), rngs=nnx.Rngs(0))
+        setattr(layer, switch, False)
+        setattr(layer, switch, True)
+    assert layer.explain_fusions()[switch].active is False
+
+
+def test_flags_that_can_fire_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_layer(small_config(), fuse_inv_rope=True, fuse_kv_index_remap=True)
+
+
+def test_later_names_raise_when_called():
+    cfg = small_config()
+    x, _ = make_input(cfg, 1, 4)
+    with pytest.raises(NotImplementedError, match="single_pass"):
+        make_layer(cfg, postmix_backward="single_pass")(x)
+    with pytest.raises(NotImplementedError, match="mosaic"):
+        make_layer(cfg, implementation="mosaic")(x)
+    with pytest.raises(ValueError, match="triton"):
+        make_layer(cfg, implementation="triton")(x)
+    with pytest.raises(NotImplementedError, match="remat"):
+        make_layer(small_config(remat=True))
+    for ratio in (-2, 4):
+        with pytest.raises(NotImplementedError, match="Complete the layers"):
+            make_layer(small_config(compress_ratios=(0, ratio, 0)), layer_index=1)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_bad_input_raises(fuse):
+    cfg = small_config()
+    layer, (x, _) = make_layer(cfg, fuse_inv_rope=fuse), make_input(cfg, 2, 6)
+    with pytest.raises(ValueError, match=r"x: got shape \(2, 6, 23\)"):
+        layer(x[..., 1:])
+    with pytest.raises(ValueError, match="x: got shape"):
+        layer(x[0])
+    with pytest.raises(ValueError, match="segment_ids: got shape"):
+        layer(x, jnp.ones((2, 5), jnp.int32))
+    with pytest.raises(TypeError, match="segment_ids"):
+        layer(x, jnp.ones((2, 6)))
+    with pytest.raises(ValueError, match="positions: got shape"):
+        layer(x, positions=jnp.arange(5))
+    with pytest.raises(ValueError, match="positions: got shape"):
+        layer(x, positions=jnp.zeros((3, 6), jnp.int32))
+    with pytest.raises(TypeError, match="positions"):
+        layer(x, positions=jnp.arange(6.0))
+    for index in (-1, 3):
+        with pytest.raises(ValueError, match="layer_index"):
+            make_layer(cfg, index)
+
+
+# ---- the parameters
+
+
+def test_parameters_do_not_depend_on_switches():
+    cfg = small_config()
+    trees = []
+    for fuse_inv_rope in (False, True):
+        for fuse_kv_index_remap in (False, True):
+            for rest in ({}, dict(postmix_backward="single_pass", implementation="xla")):
+                switches = dict(fuse_inv_rope=fuse_inv_rope, fuse_kv_index_remap=fuse_kv_index_remap) | rest
+                layer = DSv4HybridSelfAttention(cfg, rngs=nnx.Rngs(3), **switches)
+                trees.append(nnx.to_pure_dict(nnx.state(layer)))
+    for tree in trees[1:]:
+        assert_trees_bitwise_equal(trees[0], tree)
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_parameters(param_dtype):
+    layer = DSv4HybridSelfAttention(small_config(param_dtype=param_dtype, gated_attention=True), rngs=nnx.Rngs(0))
+    state = nnx.state(layer)
+    assert all(type(param) is nnx.Param for _, param in nnx.to_flat_state(state))
+    dtypes = {path: param[...].dtype.name for path, param in nnx.to_flat_state(state)}
+    wide = {("core_attention", "sink"), ("core_attention", "compressor", "ape")}
+    assert wide <= set(dtypes) and all(dtypes[path] == "float32" for path in wide)
+    assert {dtype for path, dtype in dtypes.items() if path not in wide} == {param_dtype}
+
+
+def test_postmix_starts_as_the_identity():
+    cfg = DSv4Config(**(common.REFERENCE | dict(num_attention_heads=64, vha_rank=16)))
+    layer = DSv4HybridSelfAttention(cfg, rngs=nnx.Rngs(0))
+    assert layer.postmix_u[...].shape == layer.postmix_v[...].shape == (64, 16)
+    assert not jnp.any(layer.postmix_v[...])
+    u = np.asarray(layer.postmix_u[...], np.float32)
+    assert abs(u.std() - 0.01) < 0.001 and abs(u.mean()) < 0.001
+    assert not jnp.any(layer.core_attention.sink[...])
+
+
+# ---- the layer against loops in NumPy
+
+LAYERS = {
+    "window": dict(compress_ratios=(0, 0, 0)),
+    "causal": dict(compress_ratios=(-1, -1, -1), sparse_attention_backend="xla"),
+    "compressed": dict(compress_ratios=(128, 128, 128)),
+    "grouped": dict(compress_ratios=(0, 0, 0), vha_postmix_grouped=True, vha_rank=1),
+    "no-postmix": dict(compress_ratios=(0, 0, 0), use_vha_attention=False),
+    "gated": dict(compress_ratios=(0, 0, 0), gated_attention=True),
+    "no-rotation": dict(compress_ratios=(0, 0, 0), qk_rope_head_dim=0),
+}
+
+
+@pytest.mark.parametrize(
+    "changes, documents",
+    [(changes, True) for changes in LAYERS.values()] + [(LAYERS[name], False) for name in ("window", "compressed")],
+    ids=[*LAYERS, "window-one-document", "compressed-one-document"],
+)
+def test_layer_is_what_loops_compute(changes, documents):
+    changes = dict(dtype="float32", param_dtype="float32", compress_rope_theta=160000.0) | changes
+    layer = make_layer(small_config(**changes))
+    layer.core_attention.sink[...] = jnp.linspace(-1.0, 1.0, layer.cfg.num_attention_heads)
+    tokens, segment_ids = 24, common.SEGMENTS
+    if layer.core_attention.ratio == 128:  # documents with two groups, one, none
+        tokens = 280
+        segment_ids = np.stack([np.repeat([1, 2, 0], [260, 17, 3]), np.repeat([0, 3, 4], [6, 130, 144])])
+    x, _ = make_input(layer.cfg, len(segment_ids), tokens)
+    segment_ids = segment_ids if documents else None
+    got = jax.jit(lambda layer, x: layer(x, segment_ids)[0])(layer, x)
+    np.testing.assert_allclose(got, loops.layer(layer, x, segment_ids), rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["one-document", "documents"])
+def test_given_positions_are_used(documents):
+    layer = make_layer(small_config(dtype="float32", param_dtype="float32"))
+    x, _ = make_input(layer.cfg, 2, 140)
+    segment_ids = np.repeat([[1, 2], [3, 0]], [5, 135], axis=1) if documents else None
+    apply = jax.jit(lambda layer, x, positions: layer(x, segment_ids, positions)[0])
+    per_entry = np.stack([np.arange(140) + 30, np.arange(140)[::-1]]).astype(np.int32)
+    for positions in (per_entry[0], per_entry):
+        want = loops.layer(layer, x, segment_ids, positions)
+        np.testing.assert_allclose(apply(layer, x, positions), want, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("layer_index", [0, 1])
+def test_rotation_is_undone_with_the_base_it_was_done_with(layer_index):
+    """A token alone in its document attends to itself, so no position may show in the output (transformers#45910)."""
+    cfg = small_config(
+        dtype="float32", compress_ratios=(0, 128, 0), rope_theta=10000.0, compress_rope_theta=160000.0,
+        yarn={"factor": 16.0, "original_max_position_embeddings": 64},
+    )  # fmt: skip
+    layer, (x, _) = make_layer(cfg, layer_index), make_input(cfg, 1, 32)
+    alone = np.arange(1, 33, dtype=np.int32)[None]
+    apply = jax.jit(lambda layer, x, positions: layer(x, alone, positions)[0])
+    for layer.fuse_inv_rope in (False, True):
+        near = apply(layer, x, jnp.zeros(32, jnp.int32))
+        far = apply(layer, x, jnp.arange(32, dtype=jnp.int32) * 37)
+        np.testing.assert_allclose(near, far, rtol=1e-4, atol=1e-5)
+
+
+# ---- what a token may see
+
+
+@pytest.mark.parametrize("ratio", [0, -1, 128])
+def test_no_token_sees_the_future_or_another_document(ratio):
+    cfg = small_config(compress_ratios=(ratio,) * 3)
+    tokens = 140 if ratio == 128 else 24
+    segment_ids = np.ones((1, tokens), np.int32)
+    segment_ids[:, -6:] = 2
+    layer, (x, other) = make_layer(cfg), make_input(cfg, 1, tokens)
+    apply = jax.jit(lambda layer, x: layer(x, segment_ids)[0])
+    before = np.asarray(apply(layer, x), np.float32)
+    t = tokens - 10
+    changed = np.any(np.asarray(apply(layer, x.at[:, t].set(other[:, t])), np.float32) != before, axis=(0, 2))
+    assert not changed[:t].any() and changed[t : t + 4].all() and not changed[-6:].any()
+    changed = np.any(np.asarray(apply(layer, x.at[:, -6:].set(other[:, -6:])), np.float32) != before, axis=(0, 2))
+    assert not changed[:-6].any() and changed[-6:].all()
+
+
+def test_padding_gets_zeros_and_gives_no_gradient():
+    cfg = small_config(gated_attention=True)
+    segment_ids = np.stack([np.repeat([0, 1, 0], [3, 130, 7]), np.zeros(140, int), np.repeat([2, 0], [100, 40])])
+    layer, (x, g) = make_layer(cfg, fuse_inv_rope=True), make_input(cfg, *segment_ids.shape)
+    result = run(layer, x, g, segment_ids)
+    y, dx, padding = np.asarray(result["y"], np.float32), np.asarray(result["dx"], np.float32), segment_ids == 0
+    assert not y[padding].any() and not dx[padding].any()
+    assert y[~padding].any(-1).all() and dx[~padding].any(-1).all()
+    for leaf in jax.tree.leaves(result):
+        assert jnp.all(jnp.isfinite(leaf))
+
+
+# ---- the index remap
+
+
+def test_remap_flip_changes_no_bit():
+    layer = make_layer(DSv4Config(**common.REFERENCE))
+    x, g = make_input(layer.cfg, 3, 24)
+    unfused, fused = flipped(layer, x, g, common.SEGMENTS, switch="fuse_kv_index_remap")
+    assert_trees_bitwise_equal(unfused, fused, names=("unfused", "fused"))
+
+
+def test_remap_runs_where_it_is_said_to():
+    def remaps(layer, x):
+        return [name for name in common.kernels(common.forward_jaxpr(layer, x)) if "postmix" not in name]
+
+    cfg = small_config()
+    layer, (x, _) = make_layer(cfg), make_input(cfg, 3, 8)
+    with dispatch.interpret():
+        for layer.fuse_kv_index_remap in (False, True):
+            for batch in (1, 3):
+                status = layer.explain_fusions(x[:batch])["fuse_kv_index_remap"]
+                assert status.active == (layer.fuse_kv_index_remap and batch > 1)
+                assert len(remaps(layer, x[:batch])) == status.active
+        assert status.implementation == "triton"
+    assert "batch 1" in layer.explain_fusions(x[:1])["fuse_kv_index_remap"].reason
+    assert "batch unknown" in layer.explain_fusions()["fuse_kv_index_remap"].reason
+    xla = make_layer(small_config(sparse_attention_backend="xla")).explain_fusions(x)["fuse_kv_index_remap"]
+    assert not xla.active and "xla" in xla.reason

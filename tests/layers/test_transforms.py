@@ -1,0 +1,160 @@
+"""The layer under JAX's and Flax's transformations: the flip changes no bit under any of them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import program
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from layers import common
+from layers.common import compute, flipped, make_input, make_layer, small_config
+
+from dsv4_fusions.testing import assert_trees_bitwise_equal
+
+
+def apply(layer, x):
+    return layer(x)[0]
+
+
+def _gradients(function):
+    """`compute` with another way to apply the layer."""
+
+    @jax.jit
+    def run(layer, x, g, segment_ids=None, positions=None):
+        y, pull = jax.vjp(function, layer, x)
+        d_layer, dx = pull(g)
+        return {"y": y, "dx": dx, "params": nnx.to_pure_dict(nnx.state(d_layer))}
+
+    return run
+
+
+TRANSFORMS = {
+    "checkpoint": jax.checkpoint(apply),
+    "nnx-remat": nnx.remat(apply),
+    "vmap": lambda layer, x: jax.vmap(lambda x: apply(layer, x))(x[:, None])[:, 0],
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms(transform):
+    cfg = small_config()
+    layer, (x, g) = make_layer(cfg), make_input(cfg, 2, 16)
+    unfused, fused = flipped(layer, x, g, run=_gradients(transform))
+    assert_trees_bitwise_equal(unfused, fused, names=("unfused", "fused"))
+    assert jnp.count_nonzero(fused["params"]["postmix_u"]) > 0
+
+
+def test_nnx_jit_and_nnx_grad():
+    cfg = small_config()
+    layer, (x, g) = make_layer(cfg), make_input(cfg, 2, 16)
+
+    @nnx.jit
+    def run(layer, x, g, segment_ids, positions):
+        loss = lambda layer: jnp.sum((apply(layer, x) * g).astype(jnp.float32))  # noqa: E731
+        return nnx.value_and_grad(loss)(layer)
+
+    unfused, fused = flipped(layer, x, g, run=run)
+    assert_trees_bitwise_equal(unfused, fused, names=("unfused", "fused"))
+
+
+def test_scan_over_stacked_layers():
+    cfg = small_config()
+    layers = [make_layer(cfg, i, seed=i) for i in range(3)]
+    x, g = make_input(cfg, 2, 16)
+
+    @jax.jit
+    def run(stacked, x, g):
+        y, pull = jax.vjp(lambda s, x: jax.lax.scan(lambda x, layer: (x + apply(layer, x), None), x, s)[0], stacked, x)
+        d_layers, dx = pull(g)
+        return {"y": y, "dx": dx, "params": nnx.to_pure_dict(nnx.state(d_layers))}
+
+    results = []
+    for fuse in (False, True):
+        for layer in layers:
+            layer.fuse_inv_rope = fuse
+        results.append(run(jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers), x, g))
+    assert_trees_bitwise_equal(*results, names=("unfused", "fused"))
+    layers[1].fuse_inv_rope = False
+    with pytest.raises(ValueError):  # layers that differ are not stacked by mistake
+        jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+
+def test_donation():
+    cfg = small_config()
+    x, _ = make_input(cfg, 2, 16)
+
+    def step(layer, x):
+        grads = jax.grad(lambda layer: jnp.sum(apply(layer, x).astype(jnp.float32) ** 2))(layer)
+        return jax.tree.map(lambda p, d: p - 0.1 * d.astype(p.dtype), layer, grads)
+
+    results = []
+    for fuse, donate in ((False, ()), (True, (0,))):
+        layer = make_layer(cfg, fuse_inv_rope=fuse)
+        old = layer.q_up.kernel[...]
+        layer = jax.jit(step, donate_argnums=donate)(layer, x)
+        assert old.is_deleted() == bool(donate)
+        assert layer.fuse_inv_rope is fuse
+        results.append(nnx.to_pure_dict(nnx.state(layer)))
+    assert_trees_bitwise_equal(*results, names=("unfused, kept", "fused, donated"))
+
+
+def test_frozen_postmix_computes_no_gradient_of_it():
+    cfg = small_config()
+    layer, (x, g) = make_layer(cfg), make_input(cfg, 2, 16)
+    is_postmix = nnx.Any(nnx.PathContains("postmix_u"), nnx.PathContains("postmix_v"))
+
+    def gradients(layer, frozen):
+        graphdef, frozen, trained = nnx.split(layer, frozen, ...)
+        _, pull = jax.vjp(lambda trained, x: apply(nnx.merge(graphdef, frozen, trained), x), trained, x)
+        return pull(g)
+
+    def square_products(frozen):
+        jaxpr = jax.make_jaxpr(functools.partial(gradients, frozen=frozen))(layer).jaxpr
+        square = (cfg.num_attention_heads,) * 2
+        products = [e for e in program.equations(jaxpr) if e.primitive.name == "dot_general"]
+        return sum(e.outvars[0].aval.shape == square for e in products)
+
+    results = []
+    for layer.fuse_inv_rope in (False, True):
+        # What is left is M = V U^T + I itself.
+        assert (square_products(nnx.Nothing()), square_products(is_postmix)) == (2, 1)
+        results.append(jax.jit(functools.partial(gradients, frozen=is_postmix))(layer))
+    (unfused, unfused_dx), (fused, fused_dx) = results
+    assert_trees_bitwise_equal(*(nnx.to_pure_dict(s) for s in (unfused, fused)), names=("unfused", "fused"))
+    assert_trees_bitwise_equal(unfused_dx, fused_dx, names=("unfused", "fused"))
+
+
+def test_shard_map_over_the_batch():
+    if jax.device_count() < 4:
+        pytest.skip("needs 4 devices: set XLA_FLAGS=--xla_force_host_platform_device_count=4")
+    cfg = small_config(gated_attention=True)
+    layer, (x, g) = make_layer(cfg), make_input(cfg, 4, 24)
+    segment_ids = np.concatenate([common.SEGMENTS, common.SEGMENTS[:1]])
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((4,), ("batch",), axis_types=auto, devices=jax.devices()[:4])
+
+    # Parameters are the same on every device, so their gradients leave as sums; the flip may not add a collective.
+    specs = {"y": P("batch"), "dx": P("batch"), "params": P()}
+
+    @jax.jit
+    def run(layer, x, g, segment_ids, positions):
+        shards = jax.shard_map(
+            compute, mesh=mesh, in_specs=(P(), P("batch"), P("batch"), P("batch")), out_specs=specs, check_vma=True
+        )
+        return shards(layer, x, g, segment_ids)
+
+    unfused, fused = flipped(layer, x, g, segment_ids, run=run)
+    assert_trees_bitwise_equal(unfused, fused, names=("unfused", "fused"))
+    collectives = []
+    for layer.fuse_inv_rope in (False, True):
+        text = run.lower(layer, x, g, segment_ids, None).as_text()
+        collectives.append(text.count("all_reduce"))
+    assert collectives[0] == collectives[1]
+    # bf16 sums in another order; a gradient that is not summed over the devices would be off by more than its size.
+    whole = common.run(layer, x, g, segment_ids)
+    for one, four in zip(jax.tree.leaves(whole), jax.tree.leaves(fused), strict=True):
+        one, four = np.asarray(one, np.float32), np.asarray(four, np.float32)
+        np.testing.assert_allclose(four, one, rtol=0, atol=0.05 * np.abs(one).max())

@@ -1,0 +1,572 @@
+"""Sparse attention against a NumPy loop, its backends against each other, and what empty slots must not do."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv4_fusions import dispatch
+from dsv4_fusions.ops.sparse_attention import _empty_as_minus_one, gather, reference, sparse_attention
+from dsv4_fusions.testing import assert_trees_bitwise_equal, count_mismatches
+
+WAYS = {
+    "xla": dict(backend="xla"),
+    "flat": dict(backend="flat"),
+    "flat-fused": dict(backend="flat", fuse_kv_index_remap=True),
+}
+
+
+class Case(NamedTuple):
+    q: np.ndarray
+    kv: np.ndarray
+    index: np.ndarray
+    sink: np.ndarray
+    d_out: np.ndarray
+    topk_length: np.ndarray | None = None
+
+
+def make_case(batch=3, tokens=5, heads=2, head_dim=4, kv_len=7, topk=6, seed=0, dtype=np.float32, holes=0.3):
+    """Random tables (with duplicates, as topk is close to kv_len) that differ between batch entries."""
+    rng = np.random.default_rng(seed)
+    index = rng.integers(0, kv_len, (batch, tokens, topk))
+    index[rng.random(index.shape) < holes] = -1
+    q, kv, d_out = (
+        rng.standard_normal(shape).astype(np.float32).astype(dtype)
+        for shape in ((batch, tokens, heads, head_dim), (batch, kv_len, head_dim), (batch, tokens, heads, head_dim))
+    )
+    return Case(q, kv, index.astype(np.int32), rng.standard_normal(heads).astype(np.float32), d_out)
+
+
+def oracle(case, scale=None):
+    """out, dq, dkv, dsink in float64, slot by slot, with the backward written out by hand."""
+    q, kv, sink, d_out = (np.asarray(x, np.float64) for x in (case.q, case.kv, case.sink, case.d_out))
+    batch, tokens, heads, head_dim = q.shape
+    kv_len, topk = kv.shape[1], case.index.shape[2]
+    scale = head_dim**-0.5 if scale is None else scale
+    out, dq, dkv, d_sink = np.zeros_like(q), np.zeros_like(q), np.zeros_like(kv), np.zeros_like(sink)
+    for b in range(batch):
+        for t in range(tokens):
+            length = topk if case.topk_length is None else case.topk_length[b, t]
+            ids = [int(i) for j, i in enumerate(case.index[b, t]) if 0 <= i < kv_len and j < length]
+            for h in range(heads):
+                s = [scale * (q[b, t, h] @ kv[b, i]) for i in ids]
+                m = max([*s, sink[h]])
+                z = sum(np.exp(x - m) for x in s) + np.exp(sink[h] - m)
+                p = [np.exp(x - m) / z for x in s]
+                for w, i in zip(p, ids, strict=True):
+                    out[b, t, h] += w * kv[b, i]
+                delta = out[b, t, h] @ d_out[b, t, h]
+                for w, i in zip(p, ids, strict=True):
+                    ds = w * (d_out[b, t, h] @ kv[b, i] - delta)
+                    dq[b, t, h] += scale * ds * kv[b, i]
+                    dkv[b, i] += scale * ds * q[b, t, h] + w * d_out[b, t, h]
+                d_sink[h] -= np.exp(sink[h] - m) / z * delta
+    return out, dq, dkv, d_sink
+
+
+def attention_and_gradients(case, **options):
+    """out, dq, dkv, dsink."""
+
+    def attention(q, kv, sink):
+        return sparse_attention(q, kv, case.index, sink, topk_length=case.topk_length, **options)
+
+    out, transpose = jax.vjp(attention, case.q, case.kv, case.sink)
+    return out, *transpose(case.d_out)
+
+
+# Tests that share a shape share its compilation; those that patch what is read while tracing make their own.
+with_gradients = jax.jit(
+    attention_and_gradients, static_argnames=("scale", "backend", "fuse_kv_index_remap", "implementation")
+)
+
+
+def compiled_anew(case, **options):
+    return jax.jit(lambda case: attention_and_gradients(case, **options))(case)
+
+
+def assert_close(got, wanted, tolerance=2e-6):
+    """Largest error of each array relative to its largest element (or to one)."""
+    for name, x, y in zip(("out", "dq", "dkv", "d_sink"), got, wanted, strict=True):
+        x = np.asarray(x, np.float64)
+        assert x.shape == y.shape
+        error = np.max(np.abs(x - y), initial=0) / max(1.0, np.max(np.abs(y), initial=0))
+        assert error <= tolerance, (name, error)
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_against_the_numpy_loop(way):
+    case = make_case(tokens=7, heads=3, head_dim=8, kv_len=11, topk=9)
+    assert_close(with_gradients(case, **WAYS[way]), oracle(case))
+    assert_close(with_gradients(case, scale=0.7, **WAYS[way]), oracle(case, scale=0.7))
+
+
+def test_the_oracle_agrees_with_finite_differences():
+    case = make_case()
+    wanted = oracle(case)
+    rng = np.random.default_rng(1)
+    for position, name in enumerate(("q", "kv", "sink")):
+        step = rng.standard_normal(getattr(case, name).shape)
+        low, high = (oracle(case._replace(**{name: getattr(case, name) + e * step}))[0] for e in (-1e-5, 1e-5))
+        slope = np.sum((high - low) * case.d_out) / 2e-5
+        np.testing.assert_allclose(np.sum(wanted[1 + position] * step), slope, rtol=1e-7)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_rounding_to_bfloat16(way):
+    case = make_case(dtype=jnp.bfloat16, head_dim=8)
+    out, dq, dkv, d_sink = with_gradients(case, **WAYS[way])
+    assert out.dtype == dq.dtype == dkv.dtype == jnp.bfloat16 and d_sink.dtype == jnp.float32
+    exact = oracle(case)
+    # Half a unit in the last place of bf16 is at most 2^-8 of the element; more would be a second rounding.
+    for got, wanted in zip((out, dq, dkv), exact[:3], strict=True):
+        np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=2**-8 * 1.001, atol=1e-6)
+    np.testing.assert_allclose(d_sink, exact[3], rtol=1e-5)
+
+
+slots = st.one_of(st.integers(0, 6), st.sampled_from([-1, -5, 0, 0, 6, 7, 8, 13, 2147480000, -(2**31)]))
+
+
+@settings(max_examples=60)
+@given(
+    index=st.lists(slots, min_size=90, max_size=90),
+    lengths=st.lists(st.integers(-1, 8), min_size=15, max_size=15),
+    sink=st.lists(st.sampled_from([-1e4, -3.0, 0.0, 2.5, 1e4]), min_size=2, max_size=2),
+    seed=st.integers(0, 1000),
+    way=st.sampled_from(list(WAYS)),
+)
+def test_fuzz_of_small_tables(index, lengths, sink, seed, way):
+    case = make_case(seed=seed)._replace(
+        index=np.array(index, np.int32).reshape(3, 5, 6),
+        topk_length=np.array(lengths, np.int32).reshape(3, 5),
+        sink=np.array(sink, np.float32),
+    )
+    assert_close(with_gradients(case, **WAYS[way]), oracle(case), 5e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_fully_masked_rows(way):
+    case = make_case()
+    case.index[1], case.index[2, 3] = -1, [-1, -7, 7, 8, 99, -1]
+    for sink in (0.0, 1e4, -1e4, -np.inf):
+        masked = case._replace(sink=np.full(2, sink, np.float32))
+        out, dq, dkv, d_sink = with_gradients(masked, **WAYS[way])
+        assert all(np.isfinite(x).all() for x in (out, dq, dkv, d_sink)), sink
+        assert not np.any(out[1]) and not np.any(dq[1]) and not np.any(dkv[1])
+        assert not np.any(out[2, 3]) and not np.any(dq[2, 3])
+    no_sink = oracle(case._replace(sink=np.full(2, -1e300)))
+    assert_close((out, dq, dkv, d_sink), no_sink)
+    assert not np.any(d_sink)
+
+
+def test_duplicates_count_twice():
+    case = make_case(batch=1, tokens=1)
+    case.index[:] = [2, 5, 2, -1, 2, -1]
+    assert_close(with_gradients(case, backend="xla"), oracle(case))
+    # Three slots of one row weigh like one slot whose exponential is three times as large.
+    out = with_gradients(case, backend="xla")[0]
+    single = with_gradients(case._replace(index=np.array([[[2, 5, -1, -1, -1, -1]]], np.int32)), backend="xla")[0]
+    assert np.max(np.abs(out - single)) > 1e-2
+
+
+def test_extreme_sinks():
+    case = make_case(holes=0.0)
+    out, dq, dkv, d_sink = with_gradients(case._replace(sink=np.array([1e4, -1e4], np.float32)), backend="flat")
+    assert not np.any(out[:, :, 0]) and np.all(d_sink == 0) and np.isfinite(dq).all() and np.isfinite(dkv).all()
+    softmax = oracle(case._replace(sink=np.array([1e4, -1e300])))
+    np.testing.assert_allclose(out, softmax[0], atol=2e-6)
+    np.testing.assert_allclose(dq, softmax[1], atol=2e-6)
+    np.testing.assert_allclose(dkv, softmax[2], atol=4e-6)
+
+
+def test_large_scores_do_not_overflow():
+    case = make_case()
+    case = case._replace(q=case.q * 1e3)
+    out = with_gradients(case, backend="xla")[0]
+    np.testing.assert_allclose(out, oracle(case)[0], atol=1e-3)
+
+
+# --- backends and transformations -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("platform, dtype", [("cpu", jnp.bfloat16), ("cpu", np.float32), ("gpu", np.float32)])
+def test_backends_and_flags_agree_bitwise(platform, dtype, monkeypatch):
+    if platform != dispatch.target().platform:
+        monkeypatch.setattr(dispatch, "target", lambda: dispatch.Target(platform, None))
+    monkeypatch.setattr(reference, "BLOCK_BYTES", 4 * 12 * (16 + 3) * 10)  # blocks of 10, the last one padded
+    case = make_case(tokens=29, heads=3, head_dim=16, kv_len=40, topk=12, dtype=dtype)
+    case = case._replace(topk_length=np.random.default_rng(2).integers(0, 13, (3, 29)).astype(np.int32))
+    results = {way: compiled_anew(case, **options) for way, options in WAYS.items()}
+    assert_trees_bitwise_equal(results["flat"], results["flat-fused"], names=("step by step", "fused"))
+    assert_trees_bitwise_equal(results["xla"], results["flat"], names=("xla", "flat"))
+    assert_close(results["xla"], oracle(case), 2e-6 if dtype == np.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("block", [1, 3])
+def test_blocks_of_queries(block, monkeypatch):
+    case = make_case()
+    case.index[case.index == 0] = -1
+    case.kv[:, 0] = np.nan  # not even by the queries that fill up the last block
+    monkeypatch.setattr(reference, "BLOCK_BYTES", 4 * 6 * (4 + 2) * block)
+    assert_close(compiled_anew(case, backend="xla"), oracle(case))
+
+
+@pytest.mark.parametrize("backend", ["xla", "flat"])
+def test_memory_stays_far_below_the_gathered_rows(backend):
+    batch, tokens, heads, head_dim, kv_len, topk = 1, 16384, 8, 128, 16896, 640
+    shapes = (
+        jax.ShapeDtypeStruct((batch, tokens, heads, head_dim), jnp.bfloat16),
+        jax.ShapeDtypeStruct((batch, kv_len, head_dim), jnp.bfloat16),
+        jax.ShapeDtypeStruct((batch, tokens, topk), jnp.int32),
+        jax.ShapeDtypeStruct((heads,), jnp.float32),
+    )
+    gathered = tokens * topk * head_dim * 4
+
+    def forward(q, kv, index, sink):
+        return sparse_attention(q, kv, index, sink, backend=backend)
+
+    def backward(q, kv, index, sink):
+        return jax.grad(lambda *x: forward(x[0], x[1], index, x[2]).astype(jnp.float32).sum(), (0, 1, 2))(q, kv, sink)
+
+    for function, share in ((forward, 1 / 20), (backward, 1 / 10)):
+        analysis = jax.jit(function).lower(*shapes).compile().memory_analysis()
+        assert analysis.temp_size_in_bytes < share * gathered
+
+
+@pytest.mark.parametrize("way", ["xla", "flat-fused"])
+def test_checkpoint_changes_no_bit(way):
+    case = make_case(dtype=jnp.bfloat16)
+
+    @jax.jit
+    def with_checkpoint(case):
+        attention = jax.checkpoint(lambda q, kv, sink: sparse_attention(q, kv, case.index, sink, **WAYS[way]))
+        out, transpose = jax.vjp(attention, case.q, case.kv, case.sink)
+        return out, *transpose(case.d_out)
+
+    assert_trees_bitwise_equal(with_checkpoint(case), with_gradients(case, **WAYS[way]))
+
+
+@pytest.mark.parametrize("way", ["xla", "flat-fused"])
+def test_vmap_and_scan(way):
+    cases = [make_case(seed=seed) for seed in (3, 4)]
+    stacked = jax.tree.map(lambda *x: np.stack(x), *cases)
+    wanted = [oracle(case) for case in cases]
+    mapped = jax.jit(jax.vmap(partial(attention_and_gradients, **WAYS[way])))(stacked)
+    scanned = jax.jit(partial(jax.lax.map, partial(attention_and_gradients, **WAYS[way])))(stacked)
+    for i in range(2):
+        assert_close([x[i] for x in mapped], wanted[i])
+        assert_close([x[i] for x in scanned], wanted[i])
+
+
+def test_gradient_through_a_scan_over_layers():
+    case = make_case(tokens=7, kv_len=7)
+
+    def layer(x, sink):  # queries from the running state, its first head as rows
+        return x + sparse_attention(x, x[:, :, 0], case.index, sink), None
+
+    sinks = np.stack([case.sink, -case.sink, 2 * case.sink])
+
+    def scanned(x):
+        return jax.lax.scan(layer, x, sinks)[0]
+
+    def unrolled(x):
+        for sink in sinks:
+            x, _ = layer(x, sink)
+        return x
+
+    gradients = [jax.jit(jax.grad(lambda x, f=f: (f(x) * case.d_out).sum()))(case.q) for f in (scanned, unrolled)]
+    np.testing.assert_allclose(*gradients, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["xla", "flat-fused"])
+@pytest.mark.parametrize("axis", ["batch", "tokens"])
+def test_shard_map(axis, way):
+    if len(jax.devices()) < 4:
+        pytest.skip("needs four devices")
+    # Split by tokens, every device reads all rows, and their gradient is summed over the devices as the sink's is.
+    case = make_case(batch=4, tokens=8)
+    queries = jax.P("data") if axis == "batch" else jax.P(None, "data")
+    rows = jax.P("data") if axis == "batch" else jax.P()
+    in_specs = Case(q=queries, kv=rows, index=queries, sink=jax.P(), d_out=queries)
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.shard_map(
+        partial(attention_and_gradients, **WAYS[way]),
+        mesh=mesh,
+        in_specs=(in_specs,),
+        out_specs=(queries, queries, rows, jax.P()),
+    )
+    assert_close(jax.jit(sharded)(case), oracle(case))
+
+
+def test_integer_arguments_under_grad():
+    case = make_case()
+    lengths = jnp.full(case.index.shape[:2], 4)
+    gradient = jax.grad(
+        lambda q, index, lengths: sparse_attention(q, case.kv, index, case.sink, topk_length=lengths).sum(),
+        argnums=(0, 1, 2),
+        allow_int=True,
+    )(jnp.asarray(case.q), jnp.asarray(case.index), lengths)
+    assert gradient[1].dtype == gradient[2].dtype == jax.dtypes.float0
+    assert gradient[0].dtype == np.float32
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint32, np.uint64])
+@pytest.mark.parametrize("place", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_ids_of_any_integer_type(place, dtype):
+    ids = np.array([[[0, 3, 100, 2, 127, 1]]])
+    if np.issubdtype(dtype, np.signedinteger):
+        ids[..., 4] = -5
+    length = np.array([[5]])
+    with jax.enable_x64(True):  # so that a JAX array keeps 64 bits
+        got = _empty_as_minus_one(place(ids.astype(dtype)), 100, length)
+        narrow = _empty_as_minus_one(place(ids.astype(dtype)), 300, None)
+    assert_trees_bitwise_equal(got, np.array([[[0, 3, -1, 2, -1, -1]]], np.int32))
+    assert narrow[0, 0].tolist() == [0, 3, 100, 2, -1 if ids[0, 0, 4] < 0 else 127, 1]
+
+
+def test_int64_ids_do_not_wrap():
+    case = make_case()
+    # The low 32 bits are 0 and 1: a silent wrap would read the first two rows.
+    wide = np.where(case.index < 0, 2**32 + np.arange(6) % 2, case.index.astype(np.int64))
+    got = sparse_attention(case.q, case.kv, wide, case.sink, topk_length=np.full((3, 5), 6))
+    np.testing.assert_allclose(got, oracle(case)[0], rtol=1e-5, atol=1e-6)
+    with jax.enable_x64(True):
+        got = sparse_attention(case.q, case.kv, jnp.asarray(wide), case.sink)
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, oracle(case)[0], rtol=1e-5, atol=1e-6)
+
+
+# --- what must not be read ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_that_nobody_selects_are_not_read(way, poison):
+    case = make_case()
+    case.index[case.index == 0] = -1
+    case.index[case.index == 4] = 7  # just past the end: row 0 of the next batch entry, if it were numbered through
+    clean = with_gradients(case, **WAYS[way])
+    poisoned = case._replace(kv=case.kv.copy())
+    poisoned.kv[:, [0, 4]] = poison
+    got = with_gradients(poisoned, **WAYS[way])
+    assert_trees_bitwise_equal(got, clean, names=("poisoned", "clean"))
+    assert not np.any(got[2][:, [0, 4]])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_poisoned_row_reaches_its_own_readers_alone(way):
+    case = make_case(holes=0.5)
+    case.index[case.index == 3] = -1
+    case.index[1, 2] = [3, 1, -1, -1, -1, -1]
+    clean = with_gradients(case, **WAYS[way])
+    poisoned = case._replace(kv=case.kv.copy())
+    poisoned.kv[:, 3] = np.nan
+    out, dq, dkv, _ = with_gradients(poisoned, **WAYS[way])
+    readers = np.zeros((3, 5), bool)
+    readers[1, 2] = True
+    assert np.isnan(np.asarray(out)[readers]).all()
+    assert_trees_bitwise_equal(np.asarray(out)[~readers], np.asarray(clean[0])[~readers])
+    assert_trees_bitwise_equal(np.asarray(dq)[~readers], np.asarray(clean[1])[~readers])
+    touched = np.zeros((3, 7), bool)
+    touched[1, [1, 3]] = True
+    assert_trees_bitwise_equal(np.asarray(dkv)[~touched], np.asarray(clean[2])[~touched])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_slots_beyond_topk_length_are_not_read(way):
+    case = make_case(batch=2, tokens=70, kv_len=40, topk=64, holes=0.0)
+    case.index[case.index == 11] = 12
+    length = np.full((2, 70), 5, np.int32)
+    length[1, :7] = [0, -3, 1, 63, 64, 65, 2**31 - 1]
+    case = case._replace(topk_length=length)
+    behind = np.arange(64) >= length[..., None]
+    poisoned = case._replace(index=np.where(behind, 11, case.index), kv=case.kv.copy())
+    poisoned.kv[:, 11] = np.nan
+    got = with_gradients(poisoned, **WAYS[way])
+    assert not np.any(got[2][:, 11])
+    cut = case._replace(index=np.where(behind, -1, case.index), topk_length=None)
+    assert_trees_bitwise_equal(got, with_gradients(cut, **WAYS[way]))
+    if way == "xla":
+        assert_close(got, oracle(case), 5e-6)
+
+
+@pytest.mark.parametrize("bad", [-1, -5, -(2**31), 7, 13, 2147480000, 2**31 - 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_ids_outside_the_rows_are_empty(way, bad):
+    case = make_case()
+    wanted = with_gradients(case, **WAYS[way])
+    got = with_gradients(case._replace(index=np.where(case.index == -1, bad, case.index).astype(np.int32)), **WAYS[way])
+    assert_trees_bitwise_equal(got, wanted)
+
+
+def test_last_row_gets_no_gradient_from_empty_slots():
+    case = make_case()
+    case.index[:] = -1
+    case.index[:, :, 0] = 0
+    dkv = with_gradients(case, backend="xla")[2]
+    assert np.any(dkv[:, 0]) and not np.any(dkv[:, 1:])
+
+
+def test_queries_and_batch_entries_use_their_own_slots():
+    case = make_case(holes=0.0)
+    out = with_gradients(case, backend="flat")[0]
+    for b in range(3):
+        for t in range(5):
+            alone = make_case()._replace(
+                q=np.broadcast_to(case.q[b, t], case.q.shape),
+                kv=np.broadcast_to(case.kv[b], case.kv.shape),
+                index=np.broadcast_to(case.index[b, t], case.index.shape),
+                sink=case.sink,
+            )
+            np.testing.assert_allclose(with_gradients(alone, backend="flat")[0][0, 0], out[b, t], rtol=1e-6)
+
+
+def test_more_slots_than_rows():
+    case = make_case(kv_len=5, topk=8, holes=0.0)
+    case.index[:, :, 5:] = -1
+    assert_close(with_gradients(case, backend="flat"), oracle(case))
+
+
+@pytest.mark.parametrize("shape", ["batch", "tokens", "topk", "kv_len"])
+@pytest.mark.parametrize("way", WAYS)
+def test_empty_axes(way, shape):
+    sizes = dict(batch=3, tokens=5, kv_len=7, topk=6) | {shape: 0}
+    case = make_case(**(sizes | ({"kv_len": 1} if shape == "kv_len" else {})))
+    if shape == "kv_len":
+        case = case._replace(kv=case.kv[:, :0])
+    out, dq, dkv, d_sink = with_gradients(case, **WAYS[way])
+    assert out.shape == dq.shape == case.q.shape and dkv.shape == case.kv.shape and d_sink.shape == (2,)
+    assert not any(np.any(x) for x in (out, dq, dkv, d_sink))
+
+
+# --- the gradient of the gather -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_rows, num_slots", [(1, 9), (5, 0), (50, 33), (300, 1000)])
+def test_sums_of_rows(num_rows, num_slots):
+    rng = np.random.default_rng(num_slots)
+    ids = rng.integers(-3, num_rows + 3, num_slots).astype(np.int32)
+    # Multiples of 1/16 below 4: every partial sum is exact, so that all orders must agree to the last bit.
+    values = (rng.integers(-64, 64, (num_slots, 3)) / 16).astype(np.float32)
+    wanted = np.zeros((num_rows, 3), np.float32)
+    for i, value in zip(ids, values, strict=True):
+        if 0 <= i < num_rows:
+            wanted[i] += value
+    for sum_rows in (gather.sum_rows_sorted, gather.sum_rows_scatter):
+        got = jax.jit(sum_rows, static_argnums=2)(values, ids, num_rows)
+        assert got.dtype == np.float32
+        np.testing.assert_array_equal(got, wanted)
+    values = rng.standard_normal((num_slots, 3)).astype(np.float32)
+    exact = np.zeros((num_rows, 3))
+    np.add.at(exact, ids[(ids >= 0) & (ids < num_rows)], values[(ids >= 0) & (ids < num_rows)].astype(np.float64))
+    for sum_rows in (gather.sum_rows_sorted, gather.sum_rows_scatter):
+        np.testing.assert_allclose(jax.jit(sum_rows, static_argnums=2)(values, ids, num_rows), exact, atol=1e-4)
+
+
+@pytest.mark.parametrize("sum_rows", [gather.sum_rows_sorted, gather.sum_rows_scatter])
+def test_sums_keep_nan_in_its_row(sum_rows):
+    ids = np.array([3, -1, 0, 9, 3, 1, 0], np.int32)
+    values = np.array([1, np.nan, 2, np.nan, np.inf, np.nan, 3], np.float32)[:, None]
+    np.testing.assert_array_equal(jax.jit(sum_rows, static_argnums=2)(values, ids, 4)[:, 0], [5, np.nan, 0, np.inf])
+
+
+def test_sums_under_vmap():
+    rng = np.random.default_rng(0)
+    ids, values = rng.integers(-1, 4, (3, 20)).astype(np.int32), rng.standard_normal((3, 20, 2)).astype(np.float32)
+    for sum_rows in (gather.sum_rows_sorted, gather.sum_rows_scatter):
+        sum_rows = partial(sum_rows, num_rows=4)
+        mapped = jax.jit(jax.vmap(sum_rows))(values, ids)
+        for i in range(3):
+            np.testing.assert_allclose(mapped[i], jax.jit(sum_rows)(values[i], ids[i]), rtol=1e-6, atol=1e-6)
+
+
+def scatters(jaxpr):
+    """Every scatter in a jaxpr, at any depth."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name.startswith("scatter"):
+            yield equation
+        for parameter in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            if hasattr(parameter, "eqns") or hasattr(parameter, "jaxpr"):
+                yield from scatters(getattr(parameter, "jaxpr", parameter))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_on_a_gpu_no_two_updates_meet(way, monkeypatch):
+    case = make_case()
+
+    def gradient_scatters(platform):
+        monkeypatch.setattr(dispatch, "target", lambda: dispatch.Target(platform, None))
+        return list(scatters(jax.make_jaxpr(lambda case: attention_and_gradients(case, **WAYS[way]))(case).jaxpr))
+
+    on_gpu, on_cpu = gradient_scatters("gpu"), gradient_scatters("cpu")
+    assert on_gpu and all(equation.params["unique_indices"] for equation in on_gpu)
+    assert on_cpu and not any(equation.params["unique_indices"] for equation in on_cpu)
+
+
+def test_gather_gives_zeros_for_empty_slots_and_keeps_the_dtype():
+    table = jnp.arange(1.0, 7.0, dtype=jnp.bfloat16).reshape(3, 2)
+    ids = jnp.array([[2, -1], [3, 0]])
+    rows, transpose = jax.vjp(lambda table: gather.gather_rows(table, ids), table)
+    np.testing.assert_array_equal(rows, [[[5, 6], [0, 0]], [[0, 0], [1, 2]]])
+    (gradient,) = transpose(jnp.full((2, 2, 2), 3, jnp.bfloat16))
+    assert rows.dtype == gradient.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(gradient, [[3, 3], [0, 0], [3, 3]])
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def refuse(error, match, options=None, **changes):
+    case = make_case()._replace(**changes)
+    with pytest.raises(error, match=match):
+        sparse_attention(case.q, case.kv, case.index, case.sink, topk_length=case.topk_length, **(options or {}))
+
+
+def test_refusals():
+    case = make_case()
+    refuse(ValueError, r"q: got shape \(5, 2, 4\), wanted 4 axes", q=case.q[0])
+    refuse(ValueError, r"kv: got shape \(3, 7, 1, 4\), wanted 3 axes", kv=case.kv[:, :, None])
+    refuse(ValueError, r"index: got shape \(3, 5\), wanted 3 axes", index=case.index[..., 0])
+    refuse(ValueError, r"sink: got shape \(\), wanted 1 axes", sink=np.float32(0))
+    refuse(ValueError, r"kv: got shape \(2, 7, 4\), wanted \(3, 7, 4\)", kv=case.kv[:2])
+    refuse(ValueError, r"kv: got shape \(3, 7, 3\), wanted \(3, 7, 4\)", kv=case.kv[..., :3])
+    refuse(ValueError, r"index: got shape \(3, 4, 6\), wanted \(3, 5, 6\)", index=case.index[:, :4])
+    refuse(ValueError, r"index: got shape \(1, 5, 6\)", index=case.index[:1])
+    refuse(ValueError, r"sink: got shape \(3,\), wanted \(2,\)", sink=np.zeros(3, np.float32))
+    refuse(ValueError, r"topk_length: got shape \(5,\), wanted \(3, 5\)", topk_length=np.zeros(5, np.int32))
+    refuse(TypeError, "index: got dtype float32", index=case.index.astype(np.float32))
+    refuse(TypeError, "index: got dtype bool", index=case.index > 0)
+    refuse(TypeError, "topk_length: got dtype float32", topk_length=np.zeros((3, 5), np.float32))
+    refuse(TypeError, "q: got dtype int32", q=case.q.astype(np.int32))
+    refuse(ValueError, "backend: got 'cudnn', wanted one of 'flat', 'batched', 'xla'", {"backend": "cudnn"})
+    refuse(ValueError, "backend: got None", {"backend": None})
+    refuse(NotImplementedError, "batched", {"backend": "batched"})
+
+
+def test_more_rows_than_flat_ids():
+    shapes = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((4, 3, 2, 4), jnp.bfloat16),
+            ((4, 2**29, 4), jnp.bfloat16),
+            ((4, 3, 5), jnp.int32),
+            ((2,), jnp.float32),
+        )
+    ]
+    with pytest.raises(ValueError, match=r"kv: got 4 x 536870912 rows, wanted fewer than 2\*\*31"):
+        jax.eval_shape(partial(sparse_attention, backend="flat"), *shapes)
+    assert jax.eval_shape(partial(sparse_attention, backend="xla"), *shapes).shape == (4, 3, 2, 4)
+
+
+def test_the_implementation_reaches_the_fused_remap():
+    case = make_case()
+    refuse(ValueError, "implementation: got 'nonsense'", dict(fuse_kv_index_remap=True, implementation="nonsense"))
+    out = sparse_attention(*case[:4], fuse_kv_index_remap=True, implementation="xla")
+    assert count_mismatches(out, sparse_attention(*case[:4])) == 0
