@@ -4,12 +4,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dsv4_fusions import dispatch
 from dsv4_fusions.config import HCA_RATIO, DSv4Config
 from dsv4_fusions.documents import DocumentBoundaries, compressed_groups
 from dsv4_fusions.kv_index import causal_index, compressed_index, window_index
 from dsv4_fusions.layers.compressor import Compressor
 from dsv4_fusions.layers.switches import FusionStatus, Switches, never_active, warn_never_active
+from dsv4_fusions.ops.kv_index_remap import remap_implementation
 from dsv4_fusions.ops.sparse_attention import sparse_attention
 
 
@@ -105,7 +105,7 @@ class CompressedSparseAttention(Switches, nnx.Module):
         never = never_active(self.cfg).get("fuse_kv_index_remap")
         if never is not None:
             return FusionStatus(False, None, never)
-        implementation = dispatch.choose(None, {"triton": dispatch.triton_unsupported(), "xla": None})
+        implementation = remap_implementation()
         if not self.fuse_kv_index_remap:
             return FusionStatus(False, implementation, "fuse_kv_index_remap is False")
         if batch == 1:

@@ -26,6 +26,8 @@ import contextlib
 import functools
 
 import cases
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,6 +87,25 @@ def test_bitwise(case, implementation):
         assert_trees_bitwise_equal(results, unfused(*operands), names=("unfused", "again"))
         assert_trees_bitwise_equal(results, fused(*operands), names=("unfused", "fused"))
     assert all(np.asarray(result, np.float32).any() for result in results)
+
+
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(
+    tokens=st.integers(1, 40),
+    heads=st.integers(1, 130),
+    pairs=st.integers(1, 12),
+    nope=st.integers(0, 40),
+    data=st.data(),
+)
+def test_bitwise_forward_at_any_shape(tokens, heads, pairs, nope, data):
+    """f32 on the XLA path, where a changed order of accumulation shows at once."""
+    case = cases.Postmix(tokens, heads, nope + 2 * pairs, 2 * pairs, "float32", seed=data.draw(st.integers(0, 9)))
+    o, u, v, tables, _ = case.operands()
+    m = dsv4.postmix_matrix(10 * u, 10 * v)
+    results = [
+        jax.jit(functools.partial(path, implementation="xla"))(o, m, tables) for path in (cases.unfused, cases.fused)
+    ]
+    assert_trees_bitwise_equal(*results)
 
 
 @pytest.mark.parametrize("case", cases.SMALL + cases.ODD, ids=str)

@@ -8,6 +8,8 @@ from jaxtyping import Array, Int, Int32
 from dsv4_fusions import dispatch
 from dsv4_fusions.ops.kv_index_remap import reference
 
+_LATER = dispatch.NotBuilt("not built yet")
+
 
 def _ids(local_index) -> Int[Array, "batch tokens topk"]:
     """The argument as a JAX array of int32 or int64; raises where a NumPy value would not survive that."""
@@ -24,6 +26,12 @@ def _ids(local_index) -> Int[Array, "batch tokens topk"]:
                 f"local_index: got int64 values from {low} to {high}, wanted values within int32 (or jax_enable_x64 on)"
             )
     return ids
+
+
+def remap_implementation(implementation: str | None = None, elements: int = 0) -> str:
+    """The implementation that remaps tables of `elements` ids per batch entry; raises as `dispatch.choose` does."""
+    unsupported = {"triton": _triton_unsupported(elements), "xla": None, "mosaic": _LATER, "jax_triton": _LATER}
+    return dispatch.choose(implementation, unsupported)
 
 
 def _triton_unsupported(elements: int) -> str | None:
@@ -62,15 +70,7 @@ def local_to_flat_kv_index(
         raise ValueError(f"kv_len: got {kv_len}, wanted > 0")
     ids = _ids(local_index)
     batch, tokens, topk = ids.shape
-    chosen = dispatch.choose(
-        implementation,
-        {
-            "triton": _triton_unsupported(tokens * topk),
-            "xla": None,
-            "mosaic": dispatch.NotBuilt("not built yet"),
-            "jax_triton": dispatch.NotBuilt("not built yet"),
-        },
-    )
+    chosen = remap_implementation(implementation, tokens * topk)
     if ids.size == 0 or (batch == 1 and ids.dtype == np.int32):
         return ids.astype(jnp.int32).reshape(batch * tokens, topk)
     if chosen == "triton":
