@@ -1,5 +1,7 @@
 # `make train` and `make test` each work on a fresh machine with Python 3.12; nothing is installed again while it is up to date.
 
+# Interpreters to make the virtual environment with: the first that runs and is new enough.
+PYTHON ?= python3.12 python3
 VENV ?= .venv
 PYTEST_ARGS ?= -n 2
 
@@ -32,7 +34,7 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 
 # A python3.12 on PATH may be a shim that does not run, hence the trial.
 $(BIN)/python:
-	@for python in python3.12 python3; do \
+	@for python in $(PYTHON); do \
 	    if $$python -c $(SUPPORTED) 2>/dev/null; then exec $$python -m venv $(VENV); fi; \
 	done; \
-	echo "error: Python 3.12 or newer is needed, as python3.12 or python3 on PATH" >&2; exit 1
+	echo "error: Python 3.12 or newer is needed, and none of these is one: $(PYTHON)" >&2; exit 1

@@ -3,7 +3,7 @@
 from dsv4_fusions import testing
 from dsv4_fusions.config import DSv4Config
 from dsv4_fusions.documents import document_boundaries
-from dsv4_fusions.layers import CompressedSparseAttention, Decoder, DSv4HybridSelfAttention, FusionStatus
+from dsv4_fusions.layers import CompressedSparseAttention, Decoder, DSv4HybridSelfAttention, FusionStatus, linen
 from dsv4_fusions.ops.inv_rope_postmix import inv_rope_vha_postmix, postmix_matrix, vha_postmix
 from dsv4_fusions.ops.kv_index_remap import local_to_flat_kv_index
 from dsv4_fusions.ops.sparse_attention import sparse_attention
@@ -20,6 +20,7 @@ __all__ = [
     "RopeTables",
     "document_boundaries",
     "inv_rope_vha_postmix",
+    "linen",
     "local_to_flat_kv_index",
     "postmix_matrix",
     "rope_tables",

@@ -1,11 +1,17 @@
 """The command line: `dsv4-fusions train CONFIG` and `dsv4-fusions verify CONFIG`."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
+
+import jax
+import numpy as np
 
 INTERRUPTED = 130  # the shell's code for a program that Ctrl-C ended
 
@@ -19,29 +25,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Args:
-        argv: arguments; None: the process's.
+      argv: arguments; None: the process's.
 
     Returns:
-        The exit code. 0: done; 1: bits differ; 2: wrong usage, or no fusion was active where one was to be compared.
+      The exit code. 0: done; 1: bits differ; 2: wrong usage, a file that cannot be read or written, or no fusion was
+      active where one was to be compared; 130: interrupted.
     """
     parser = _build_parser()
     args = parser.parse_args(argv)
+
+    def end(code, *words):
+        print(f"{parser.prog} {args.command}:", *" ".join(words).split(), file=sys.stderr)
+        return code
+
+    user_errors = (OSError, ValueError, NotImplementedError, OverflowError, MemoryError)
     try:
         run = args.prepare(args)
-    except (OSError, ValueError, NotImplementedError) as error:
-        print(f"{parser.prog} {args.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return _interrupted(parser, args)
-    try:
+        user_errors = (OSError, MemoryError)  # of the work itself, the others are ours
         return run()
-    except KeyboardInterrupt:
-        return _interrupted(parser, args)
-
-
-def _interrupted(parser, args) -> int:
-    print(f"{parser.prog} {args.command}: interrupted", file=sys.stderr)
-    return INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        return end(INTERRUPTED, "interrupted", str(interrupt))
+    except user_errors as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            return end(2, f"error: {error.filename}: {error.strerror}")
+        return end(2, f"error: {error}")
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith("RESOURCE_EXHAUSTED"):
+            raise
+        return end(2, f"error: {error}")
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -61,6 +72,24 @@ def _build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="train twice from one seed, fusions off and on, and fail unless every loss and parameter is bitwise equal",
     )
+    train.add_argument("--checkpoint-dir", metavar="DIR", help="save the run there, and its metrics.csv")
+    train.add_argument(
+        "--checkpoint-every",
+        type=_positive,
+        metavar="N",
+        help="steps from one checkpoint to the next (default: 50); the first and the last step and Ctrl-C save as well",
+    )
+    train.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint in --checkpoint-dir, to the bits of an unbroken run",
+    )
+    train.add_argument(
+        "--metrics",
+        metavar="FILE",
+        help="write a CSV row for every step (default: metrics.csv in --checkpoint-dir, if given)",
+    )
+    train.add_argument("--plot", metavar="FILE", help="draw the loss curves as a PNG; needs matplotlib")
     train.set_defaults(prepare=_prepare_train)
 
     verify = commands.add_parser("verify", help="compare every kind of layer, fused and unfused, bit by bit")
@@ -89,15 +118,17 @@ def _prepare_train(args):
 
     from dsv4_fusions.config import load_yaml
     from dsv4_fusions.layers import Decoder, DSv4HybridSelfAttention
-    from dsv4_fusions.training import text
+    from dsv4_fusions.training import checkpoint, loop, text
 
+    _check_outputs(args)
     console = Console(highlight=False)
     cfg, config = load_yaml(args.config)
     if cfg.vocab_size < text.NUM_BYTES:
         raise ValueError(f"vocab_size: got {cfg.vocab_size}, wanted at least {text.NUM_BYTES}: the tokens are bytes")
+    documents = text.read_files(args.text) if args.text else text.python_documentation()
+    description = checkpoint.describe_run(cfg, config, documents)
     if args.steps is not None:
         config = dataclasses.replace(config, steps=args.steps, warmup_steps=min(config.warmup_steps, args.steps - 1))
-    documents = text.read_files(args.text) if args.text else text.python_documentation()
     training, held_out = (text.pack(part, config.sequence_length) for part in text.hold_out(documents))
 
     switches = DSv4HybridSelfAttention.SWITCHES
@@ -106,6 +137,8 @@ def _prepare_train(args):
     else:
         models = [Decoder(cfg, rngs=nnx.Rngs(config.seed))]
     status = models[-1].explain_fusions(training.take(slice(config.batch_size)).tokens)
+    state = loop.initial_state(models[-1], config) if args.checkpoint_dir else None
+    state, notice, record = _open_run(args, config, description, state)
 
     def run():
         console.print(
@@ -117,14 +150,133 @@ def _prepare_train(args):
         if args.compare and idle:
             console.print(f"[red]nothing to compare[/]: {idle} is not active in any layer")
             return 2
+        if notice:
+            console.print(notice)
         names = ("fusions off", "fusions on") if args.compare else ("training",)
-        results = [
-            _train(console, name, model, config, training, held_out) for name, model in zip(names, models, strict=True)
-        ]
+        with record, _saving(args, config, description) as save:
+            results = [
+                _train(console, name, model, config, training, held_out, state, record, save)
+                for name, model in zip(names, models, strict=True)
+            ]
         _print_losses(console, results[-1], text.unigram_entropy(documents), text.bigram_entropy(documents))
         return _compare(console, *results) if args.compare else 0
 
     return run
+
+
+def _check_outputs(args) -> None:
+    """Finds out before the work what would lose its result behind it."""
+    if args.checkpoint_dir is None:
+        for name, value in (("--resume", args.resume), ("--checkpoint-every", args.checkpoint_every)):
+            if value:
+                raise ValueError(f"{name}: wanted --checkpoint-dir with it")
+    elif args.compare:
+        raise ValueError(
+            "--checkpoint-dir: cannot be combined with --compare, which trains twice and keeps neither run"
+        )
+    if args.plot is not None:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            raise ValueError(
+                "--plot: matplotlib is not installed; the extra plot brings it: pip install '.[plot]'"
+            ) from None
+        existed = os.path.exists(args.plot)
+        open(args.plot, "ab").close()
+        if not existed:
+            os.remove(args.plot)
+
+
+def _open_run(args, config, description, state):
+    """Takes up a run or begins one.
+
+    Returns:
+      Where training starts, a notice for the user or None, and the record of the steps, earlier ones included.
+    """
+    from dsv4_fusions.training import checkpoint, metrics
+
+    directory, path, rows, notice = args.checkpoint_dir, args.metrics, [], None
+    if directory is not None:
+        path = path or os.path.join(directory, "metrics.csv")
+    if args.resume:
+        state, steps = checkpoint.load_run(directory, state, description)
+        if state.step > config.steps:
+            raise ValueError(f"steps: got {config.steps}, but the run in {directory} has done {state.step}")
+        if steps != config.steps:
+            notice = (
+                f"[yellow]not the run that {config.steps} unbroken steps give[/]: "
+                f"up to step {state.step} the learning rate followed a schedule of {steps} steps"
+            )
+        rows = [row for row in metrics.read(path) if int(row["step"]) <= state.step]
+    elif directory is not None and (checkpoint.latest_step(directory) is not None or metrics.read(path)):
+        raise ValueError(f"--checkpoint-dir: {directory} holds a run already; wanted --resume or another directory")
+    if directory is not None:
+        os.makedirs(directory, exist_ok=True)  # metrics.csv goes there first
+    if path is not None:
+        metrics.start(path, rows)
+    if directory is not None and not args.resume:
+        checkpoint.save_run(directory, state, description, config.steps)  # finds out now whether that works
+    return state, notice, _Record(path, rows, args.plot)
+
+
+class _Record:
+    """Rows of metrics, on disk one by one, and their plot, drawn on the way out unless an error takes it."""
+
+    def __init__(self, path, rows, plot):
+        self.path, self.rows, self.plot = path, list(rows), plot
+        self.earlier_seconds = float(rows[-1]["seconds"]) if rows else 0.0
+
+    def add(self, **row):
+        from dsv4_fusions.training import metrics
+
+        self.rows.append(row)
+        if self.path is not None:
+            metrics.append(self.path, row)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        if self.plot is not None and self.rows and kind in (None, KeyboardInterrupt):
+            from dsv4_fusions.training.plot import draw_losses
+
+            draw_losses(self.plot, self.rows)
+
+
+@contextlib.contextmanager
+def _saving(args, config, description):
+    """A function to call with the state after every step: it saves when that is due.
+
+    The first Ctrl-C waits for the step to end, because a step consumes the state before it, and saves; a second one
+    interrupts at once.
+    """
+    from dsv4_fusions.training import checkpoint
+
+    if args.checkpoint_dir is None:
+        yield lambda state: None
+        return
+    every, interrupted = args.checkpoint_every or 50, False
+    previous = signal.getsignal(signal.SIGINT)
+
+    def on_ctrl_c(*_):
+        nonlocal interrupted
+        interrupted = True
+        signal.signal(signal.SIGINT, previous)
+
+    def save(state):
+        if interrupted or state.step % every == 0 or state.step == config.steps:
+            checkpoint.save_run(args.checkpoint_dir, state, description, config.steps)
+        if interrupted:
+            raise KeyboardInterrupt(f"after step {state.step}, which is saved in {args.checkpoint_dir}")
+
+    if previous is signal.default_int_handler:  # a shell's background job ignores Ctrl-C, and goes on ignoring it
+        signal.signal(signal.SIGINT, on_ctrl_c)
+    try:
+        yield save
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if interrupted:
+        raise KeyboardInterrupt(f"after the last step, which is saved in {args.checkpoint_dir}")
 
 
 def _print_fusions(console, switches, status) -> dict[str, int]:
@@ -141,7 +293,7 @@ def _print_fusions(console, switches, status) -> dict[str, int]:
     return active
 
 
-def _train(console, description, model, config, training, held_out):
+def _train(console, description, model, config, training, held_out, state, record, save):
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from dsv4_fusions.training.loop import train
@@ -155,21 +307,29 @@ def _train(console, description, model, config, training, held_out):
         TimeElapsedColumn(),
     )
     tokens = config.batch_size * config.sequence_length
-    started = None
+    began = time.perf_counter() - record.earlier_seconds
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(description, total=config.steps, loss=float("nan"), speed=0.0)
+        completed = state.step if state else 0
+        task = progress.add_task(description, total=config.steps, completed=completed, loss=float("nan"), speed=0.0)
 
-        def on_step(step, loss, held_out_loss):
-            nonlocal started
-            started = started or time.perf_counter()  # behind the first step, which compiles
-            speed = tokens * (step - 1) / max(time.perf_counter() - started, 1e-9)
+        def on_step(state, loss, held_out_loss, seconds):
+            step, speed = state.step, tokens / seconds
             progress.update(task, completed=step, loss=loss, speed=speed)
-            if held_out_loss is not None:
+            if held_out_loss is not None and step < config.steps:
                 console.print(f"step {step}: held-out loss {held_out_loss:.3f}")
             if not console.is_terminal and (step % max(config.steps // 10, 1) == 0 or step == config.steps):
                 console.print(f"{description}: step {step} of {config.steps}, loss {loss:.3f}, {speed:,.0f} tokens/s")
+            record.add(
+                run=description,
+                step=step,
+                loss=loss,
+                held_out_loss=held_out_loss,
+                tokens_per_second=f"{speed:.1f}",
+                seconds=f"{time.perf_counter() - began:.3f}",
+            )
+            save(state)  # behind its row: a row without a checkpoint is dropped on resuming, the reverse would be a gap
 
-        return train(model, config, training, held_out, on_step)
+        return train(model, config, training, held_out, on_step, state)
 
 
 def _print_losses(console, result, unigram, bigram):
@@ -187,7 +347,6 @@ def _print_losses(console, result, unigram, bigram):
 
 
 def _compare(console, off, on) -> int:
-    import jax
     from flax import nnx
 
     from dsv4_fusions.testing import count_mismatches
@@ -204,6 +363,8 @@ def _compare(console, off, on) -> int:
         console.print(f"[red]{name}: {count} elements differ[/]")
     if differing:
         return 1
+    if not np.isfinite(off.losses).all():
+        console.print("[yellow]the losses are not finite[/]: equal NaNs say little about the fusions")
     size = sum(array.size for array in jax.tree.leaves(off.params))
     console.print(f"[green]bitwise equal[/]: {len(off.losses)} losses and {size:,} parameters, fusions off and on")
     return 0

@@ -10,11 +10,11 @@ from typing import Any, Self
 import numpy as np
 from flax.core import FrozenDict
 
+from dsv4_fusions.dispatch import IMPLEMENTATIONS
+from dsv4_fusions.ops.inv_rope_postmix import BACKWARDS
+from dsv4_fusions.ops.sparse_attention import BACKENDS
 from dsv4_fusions.rope import DTYPES, ROUNDINGS, YARN_DEFAULTS
 
-POSTMIX_BACKWARDS = ("dot_general", "single_pass")
-SPARSE_ATTENTION_BACKENDS = ("flat", "batched", "xla")
-IMPLEMENTATIONS = ("mosaic", "triton", "xla", "jax_triton")
 RATIOS_WITHOUT_COMPRESSOR = (-2, -1, 0)
 HCA_RATIO = 128  # the ratio whose layers attend to every complete compressed slot, without an indexer
 
@@ -30,18 +30,50 @@ class DSv4Config:
     hashable and can be a static argument. The four switches at the end are defaults, which a layer's own arguments
     override.
 
+    Fields that no layer built so far reads are marked "later": they are checked all the same.
+
     Attributes:
-        compress_ratios: one entry a layer. -2: latent MQA, -1: full causal, 0: window only, 2 to 127: overlapping
-            compressor with an indexer (CSA), 128: non-overlapping compressor, every complete slot is attended (HCA).
-        yarn: as `rope_tables` takes it, or None for plain frequencies. Used by the layers with a compressor; the others
-            rotate with `rope_theta` alone.
-        vha_rank: rank of the postmix's low-rank part; None means a quarter of the heads (see `postmix_rank`).
-        vha_postmix_grouped: mix heads within each of `o_groups` groups rather than over all of them.
-        remat: rematerialise every decoder block in the backward pass.
-        dtype: compute type. param_dtype: type of the parameters.
+      hidden_size: channels of the residual stream.
+      num_hidden_layers: number of layers.
+      num_attention_heads: query heads.
+      head_dim: channels of a query head, and of the one key/value row per token.
+      qk_rope_head_dim: how many of `head_dim`, at its end, are rotated; even, 0 for no rotation.
+      q_lora_rank: width of the bottleneck between the hidden state and the queries.
+      kv_lora_rank: width of the latent key/value row of layers with ratio -2; later.
+      o_groups: groups of heads in the output projection, and in the grouped postmix; a divisor of the heads.
+      o_lora_rank: width to which the output projection reduces each group before it joins them.
+      sliding_window: tokens that a token attends to directly, itself included, in layers with ratio 0 or more.
+      compress_ratios: one entry a layer. -1: full causal attention, 0: window only, 128: window and every complete row
+        of a non-overlapping compressor (HCA). Later: -2, latent MQA, and 2 to 127, overlapping compressor with an
+        indexer (CSA).
+      rope_theta: rotary base of the layers without a compressor.
+      compress_rope_theta: rotary base of the layers with one.
+      yarn: as `rope_tables` takes it, or None for plain frequencies. Used by the layers with a compressor; the others
+        rotate with `rope_theta` alone.
+      index_n_heads: query heads of the indexer; later.
+      index_head_dim: channels of an indexer's head, at least `qk_rope_head_dim`; later.
+      index_topk: compressed rows that the indexer selects for a token; later.
+      indexer_loss_coeff: weight of the indexer's auxiliary loss, 0 for none; later.
+      rms_norm_eps: what every RMS normalisation adds to the mean square.
+      use_vha_attention: whether the heads are mixed by the VHA postmix behind the inverse rotation.
+      vha_rank: rank of the postmix's low-rank part; None means a quarter of the heads (see `postmix_rank`).
+      vha_postmix_grouped: mix heads within each of `o_groups` groups rather than over all of them.
+      gated_attention: whether the reduced output is multiplied by sigmoid of a projection of the layer's input.
+      rope_rounding: where the rotation rounds, "each_product" or "once", as `rope_tables` takes it.
+      sparse_attention_backend: "flat" reads rows by ids of the whole batch, "xla" by ids of a batch entry; "batched":
+        later.
+      remat: rematerialise every decoder block in the backward pass; later.
+      vocab_size: rows of the embedding, which is also the output head.
+      intermediate_size: width of the SwiGLU block.
+      dtype: of the computation, "bfloat16", "float16" or "float32".
+      param_dtype: of the parameters; sinks and the compressor's position embedding are float32 whatever it says.
+      fuse_inv_rope: fold the inverse rotation into the postmix.
+      fuse_kv_index_remap: make the table of row ids flat in one kernel.
+      postmix_backward: how the postmix's gradient is taken, "dot_general"; "single_pass": later.
+      implementation: of the postmix, and of nothing else: a name, or None for the best that can run.
 
     Raises:
-        ValueError: a value is impossible or contradicts another one; the message names the field and the value.
+      ValueError: a value is impossible or contradicts another one; the message names the field and the value.
     """
 
     hidden_size: int = 4096
@@ -108,8 +140,8 @@ class DSv4Config:
             ("dtype", DTYPES),
             ("param_dtype", DTYPES),
             ("rope_rounding", ROUNDINGS),
-            ("sparse_attention_backend", SPARSE_ATTENTION_BACKENDS),
-            ("postmix_backward", POSTMIX_BACKWARDS),
+            ("sparse_attention_backend", BACKENDS),
+            ("postmix_backward", BACKWARDS),
             ("implementation", (None, *IMPLEMENTATIONS)),
         ):
             _require(self, lambda value, known=known: value in known, f"one of {known}", name)
@@ -149,10 +181,10 @@ class DSv4Config:
         """Rotary base and YaRN parameters of a layer.
 
         Args:
-            layer_index: which layer, from 0.
+          layer_index: which layer, from 0.
 
         Returns:
-            (`compress_rope_theta`, `yarn`) for a layer with a compressor, else (`rope_theta`, None), as in DeepSeek-V4.
+          (`compress_rope_theta`, `yarn`) for a layer with a compressor, else (`rope_theta`, None), as in DeepSeek-V4.
         """
         if self.compress_ratios[layer_index] in RATIOS_WITHOUT_COMPRESSOR:
             return self.rope_theta, None
@@ -174,12 +206,12 @@ class TrainConfig:
     """How `dsv4-fusions train` trains: AdamW, linear warm-up and cosine decay to zero, clipping by the global norm.
 
     Attributes:
-        batch_size: rows a step. sequence_length: tokens a row.
-        eval_interval: steps between evaluations on the held-out text; 0: only at the end.
-        seed: of the initial parameters and of the order of the rows.
+      batch_size: rows a step. sequence_length: tokens a row.
+      eval_interval: steps between evaluations on the held-out text; 0: only at the end.
+      seed: of the initial parameters and of the order of the rows.
 
     Raises:
-        ValueError: a value is impossible or contradicts another one; the message names the field and the value.
+      ValueError: a value is impossible or contradicts another one; the message names the field and the value.
     """
 
     batch_size: int = 2
@@ -201,6 +233,7 @@ class TrainConfig:
         _require(self, lambda value: value > 0, "greater than 0", "learning_rate", "grad_clip", "adam_eps")
         _require(self, lambda value: value >= 0, "0 or more", "weight_decay", "eval_interval", "seed")
         _require(self, lambda value: 0 <= value < 1, "at least 0 and less than 1", "adam_b1", "adam_b2")
+        _require(self, lambda value: value < 2**32, "less than 2^32", "seed")
         wanted = f"0 or more and less than steps = {self.steps}"
         _require(self, lambda value: 0 <= value < self.steps, wanted, "warmup_steps")
 
@@ -214,14 +247,14 @@ def load_yaml(path: str | os.PathLike) -> tuple[DSv4Config, TrainConfig]:
     """Both configurations from a YAML file with the top-level keys `model:` and, optionally, `train:`.
 
     Args:
-        path: the file.
+      path: the file.
 
     Returns:
-        The model's and the training's configuration; fields that the file leaves out keep their defaults.
+      The model's and the training's configuration; fields that the file leaves out keep their defaults.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not YAML, a key is unknown, or a value is impossible.
+      OSError: the file cannot be read.
+      ValueError: it is not YAML, a key is unknown, or a value is impossible.
     """
     import yaml
 
@@ -295,7 +328,7 @@ def _number(name: str, value: Any) -> float:
     try:
         if not isinstance(value, bool | np.bool_) and math.isfinite(float(value)):
             return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         pass
     raise _invalid(name, value, "a finite number")
 

@@ -5,7 +5,6 @@ the call (None if it can). Nothing else decides which kernel runs.
 """
 
 import contextlib
-import contextvars
 import os
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -16,7 +15,11 @@ import jax.numpy as jnp
 DISABLE_KERNELS = "DSV4_FUSIONS_DISABLE_KERNELS"
 """Environment variable: set to 1, every op takes plain XLA code and a named kernel raises. Read at trace time."""
 
-_interpret = contextvars.ContextVar("dsv4_fusions_interpret", default=False)
+IMPLEMENTATIONS = ("mosaic", "triton", "jax_triton", "xla")
+"""All names that an op may know."""
+
+# Part of jit's cache key: a function compiled inside the context is not reused outside, nor the other way round.
+_interpret = jax.make_user_context(False)
 
 
 class Target(NamedTuple):
@@ -41,6 +44,7 @@ def target() -> Target:
     if abstract is not None and abstract.device_kind != device.device_kind:
         if abstract.platform != "gpu":
             return Target(abstract.platform, None)
+        # JAX's own table of GPUs. Only a program lowered for another device than there is comes here.
         from jax.experimental.pallas import triton
 
         return Target("gpu", divmod(triton.get_gpu_info().compute_capability, 10))
@@ -53,20 +57,14 @@ def target() -> Target:
 
 @contextlib.contextmanager
 def interpret() -> Iterator[None]:
-    """Runs Pallas kernels in interpret mode inside the block, on any device. For tests: it is very slow.
-
-    Acts while tracing, so a function compiled outside the block keeps its compiled code.
-    """
-    token = _interpret.set(True)
-    try:
+    """Runs Pallas kernels in interpret mode inside the block, on any device. For tests: it is very slow."""
+    with _interpret(True):
         yield
-    finally:
-        _interpret.reset(token)
 
 
 def interpreting() -> bool:
     """Whether the code being traced is inside `interpret()`."""
-    return _interpret.get()
+    return _interpret.value
 
 
 def triton_unsupported() -> str | None:
@@ -124,6 +122,6 @@ def align_manual_axes(*operands: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(cast(x) for x in operands)
 
 
-def output_type(shape: tuple[int, ...], dtype, *operands: jax.Array) -> jax.ShapeDtypeStruct:
-    """The type of a kernel's output that varies over the same manual mesh axes as its (aligned) operands."""
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), manual_axis_type=jax.typeof(operands[0]).manual_axis_type)
+def output_type(shape: tuple[int, ...], dtype, operand: jax.Array) -> jax.ShapeDtypeStruct:
+    """The type of a kernel's output, which varies over the same manual mesh axes as any of its (aligned) operands."""
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), manual_axis_type=jax.typeof(operand).manual_axis_type)

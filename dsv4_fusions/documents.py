@@ -8,12 +8,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
+
+from dsv4_fusions import numerics
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class DocumentBoundaries:
     """Where every token stands in its document. Padding rows are not valid; their other fields mean nothing."""
 
@@ -28,7 +29,7 @@ class DocumentBoundaries:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class CompressedGroups:
     """Groups of `ratio` tokens that a compressor pools into one slot each; what is left over of a document is dropped.
 
@@ -50,12 +51,10 @@ class CompressedGroups:
 
 
 def _integers(x, name: str) -> Int32[Array, "*batch tokens"]:
-    x = x if isinstance(x, jax.Array) else np.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name}: got dtype {x.dtype}, wanted integers")
+    x = numerics.integers(name, x)
     if x.ndim == 0:
         raise ValueError(f"{name}: got a scalar, wanted [..., tokens]")
-    return jnp.asarray(x, jnp.int32)
+    return x.astype(jnp.int32)
 
 
 def _count(mask: Bool[Array, "*batch tokens"]) -> Int32[Array, "*batch tokens"]:

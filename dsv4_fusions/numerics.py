@@ -1,9 +1,10 @@
 """Exact rounding that no compiler may drop, and integer views for bitwise comparison."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float32, Shaped
+from jaxtyping import Array, Float32, Int, Shaped
 
 # Explicit significand bits of the formats a rounding can be pinned to; f32 itself needs none.
 _MANTISSA_BITS = {"bfloat16": 7, "float16": 10}
@@ -66,6 +67,34 @@ def round_significand(x: Float32[Array, "..."], bits: int) -> Float32[Array, "..
 def _with_sign_of(magnitude, x):
     negative = lax.bitcast_convert_type(x, jnp.int32) < 0  # x < 0 would miss -0
     return jnp.where(negative, -magnitude, magnitude)
+
+
+def integers(name: str, x) -> Int[Array, "..."]:
+    """`x` as a JAX array of integers. A value that JAX would wrap raises instead.
+
+    Args:
+      name: of the argument, for the message.
+      x: integers; int64 from NumPy is taken as int32 where `jax_enable_x64` is off.
+
+    Returns:
+      JAX array of x's values.
+
+    Raises:
+      TypeError: x is not of an integer type.
+      ValueError: a 64-bit value outside int32 where JAX has no 64-bit integers.
+    """
+    given = x if isinstance(x, jax.Array) else np.asarray(x)
+    if not jnp.issubdtype(given.dtype, jnp.integer):
+        raise TypeError(f"{name}: got dtype {given.dtype}, wanted integers")
+    taken = jnp.asarray(given)
+    if taken.dtype != given.dtype and given.size:
+        low, high = given.min(), given.max()
+        if low < jnp.iinfo(taken.dtype).min or high > jnp.iinfo(taken.dtype).max:
+            raise ValueError(
+                f"{name}: got {given.dtype} values from {low} to {high}, wanted values within {taken.dtype} "
+                "(or jax_enable_x64 on)"
+            )
+    return taken
 
 
 def bits(x: Shaped[Array, "..."]):

@@ -87,21 +87,33 @@ def inverse_frequencies(rope_dim: int, base: float, yarn: Mapping[str, float] | 
     if rope_dim < 0 or rope_dim % 2:
         raise ValueError(f"rope_dim: got {rope_dim}, wanted an even number of channels")
     base = float(base)
-    if not base > 1:
-        raise ValueError(f"base: got {base}, wanted a number above 1")
+    if not 1 < base < math.inf:
+        raise ValueError(f"base: got {base}, wanted a finite number above 1")
     powers = np.float32(base) ** (np.arange(0, rope_dim, 2, dtype=np.float32) / np.float32(max(rope_dim, 1)))
     extrapolated = np.float32(1) / powers
     if yarn is None:
         return extrapolated
-    unknown = set(yarn) - set(YARN_DEFAULTS)
-    if unknown:
-        raise ValueError(f"yarn: got unknown {', '.join(sorted(unknown))}, wanted keys of {', '.join(YARN_DEFAULTS)}")
+    _check_yarn(yarn)
     interpolated = np.float32(1) / (np.float32({**YARN_DEFAULTS, **yarn}["factor"]) * powers)
     low, high = yarn_correction_range(rope_dim, base, yarn)
     span = np.float32(high - low if high != low else 0.001)
     ramp = np.clip((np.arange(rope_dim // 2, dtype=np.float32) - np.float32(low)) / span, 0, 1)
     extrapolation_share = np.float32(1) - ramp
     return interpolated * (np.float32(1) - extrapolation_share) + extrapolated * extrapolation_share
+
+
+def _check_yarn(yarn):
+    if not isinstance(yarn, Mapping):
+        raise TypeError(f"yarn: got {type(yarn).__name__}, wanted a mapping or None")
+    unknown = [str(key) for key in yarn if key not in YARN_DEFAULTS]
+    if unknown:
+        raise ValueError(f"yarn: got unknown {', '.join(sorted(unknown))}, wanted keys of {', '.join(YARN_DEFAULTS)}")
+    merged = {**YARN_DEFAULTS, **yarn}
+    for key, value in merged.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"yarn[{key!r}]: got {value}, wanted a finite number above 0")
+    if merged["beta_fast"] < merged["beta_slow"]:
+        raise ValueError(f"yarn: got beta_fast {merged['beta_fast']} below beta_slow {merged['beta_slow']}")
 
 
 def rope_tables(
@@ -133,9 +145,7 @@ def rope_tables(
     Raises:
       ValueError, TypeError: an argument that is not as described.
     """
-    positions = jnp.asarray(positions)
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise TypeError(f"positions: got dtype {positions.dtype}, wanted integers")
+    positions = numerics.integers("positions", positions)
     if positions.ndim < 1:
         raise ValueError("positions: got a scalar, wanted shape [..., tokens]")
     if rounding not in ROUNDINGS:
@@ -258,9 +268,7 @@ def check_operands(name: str, x, tables: RopeTables) -> None:
     """Raises unless x [..., tokens, heads, head_dim] can be rotated with the tables."""
     if not isinstance(tables, RopeTables):
         raise TypeError(f"tables: got {type(tables).__name__}, wanted RopeTables (see rope_tables)")
-    if x.ndim < 3:
-        raise ValueError(f"{name}: got shape {x.shape}, wanted [..., tokens, heads, head_dim]")
-    _check_dtype(name, x.dtype)
+    check_rows(name, x)
     cos, sin = tables.cos, tables.sin
     if tables.rounding not in ROUNDINGS:
         raise ValueError(f"tables.rounding: got {tables.rounding!r}, wanted one of {', '.join(ROUNDINGS)}")
@@ -285,6 +293,15 @@ def check_operands(name: str, x, tables: RopeTables) -> None:
         raise ValueError(
             f"tables: got shape {cos.shape}, wanted [..., {tokens}, rope_dim], leading axes that broadcast to {lead}"
         )
+
+
+def check_rows(name: str, x) -> None:
+    """Raises unless x is an array [..., tokens, heads, head_dim] of a dtype that the rotation and the postmix serve."""
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        raise TypeError(f"{name}: got {type(x).__name__}, wanted an array")
+    if len(x.shape) < 3:
+        raise ValueError(f"{name}: got shape {x.shape}, wanted [..., tokens, heads, head_dim]")
+    _check_dtype(name, x.dtype)
 
 
 def _check_dtype(name, dtype):

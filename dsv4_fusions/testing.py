@@ -23,8 +23,12 @@ def assert_trees_bitwise_equal(a: Any, b: Any, names: tuple[str, str] = ("a", "b
 
     Raises:
       AssertionError: naming every leaf that differs.
+      ImportError: chex is not installed. It is no dependency of the library itself.
     """
-    import chex  # not a dependency of the library itself
+    try:
+        import chex
+    except ImportError as error:
+        raise ImportError("assert_trees_bitwise_equal needs chex: pip install chex") from error
 
     first, second = names
     try:

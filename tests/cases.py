@@ -1,6 +1,7 @@
 """Shapes by name and the operands that go with them, shared by the tests on a CPU and those on a GPU."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import ml_dtypes  # noqa: F401  (NumPy learns bfloat16 from it)
 import numpy as np
 
 from dsv4_fusions import RopeTables, inv_rope_vha_postmix, postmix_matrix, rotate, vha_postmix
+from dsv4_fusions.ops.inv_rope_postmix import reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +34,24 @@ class Postmix:
         return (*self.lead, self.tokens, self.heads, self.head_dim)
 
     def operands(self, scale=0.05):
-        """(o, u, v, tables, g): tables random with unequal halves, V off zero so that sums have many terms."""
-        rng = np.random.default_rng(self.seed)  # NumPy: jax.random would compile for every shape
-        normal = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
-        array = lambda x: jnp.asarray(x.astype(self.dtype))  # noqa: E731
+        """(o, u, v, tables, g): tables random with unequal halves, V off zero so that sums have many terms.
+
+        "once" gets f32 tables, whose low bits the op has to drop.
+        """
+        rng = np.random.default_rng(self.seed)
         rank = max(1, self.heads // 4)
-        o, g = (array(normal(*self.shape)) for _ in range(2))
-        u, v = (array(np.float32(scale) * normal(self.heads, rank)) for _ in range(2))
-        angles = 3 * normal(self.tokens, self.rope_dim)
-        return o, u, v, RopeTables(array(np.cos(angles)), array(np.sin(angles)), self.rounding), g
+        o, g = (self._normal(rng, self.shape) for _ in range(2))
+        u, v = (scale * self._normal(rng, (self.heads, rank)) for _ in range(2))
+        angles = 3 * rng.standard_normal((self.tokens, self.rope_dim), np.float32)
+        table_dtype = self.dtype if self.rounding == "each_product" else "float32"
+        cos, sin = (jnp.asarray(f(angles).astype(table_dtype)) for f in (np.cos, np.sin))
+        return o, u, v, RopeTables(cos, sin, self.rounding), g
+
+    def _normal(self, rng, shape):
+        if math.prod(shape) > 2**24:  # on the device, for the host's memory
+            return jax.random.normal(jax.random.key(rng.integers(2**31)), shape, self.dtype)
+        # NumPy elsewhere: jax.random would compile for every shape.
+        return jnp.asarray(rng.standard_normal(shape, np.float32).astype(self.dtype))
 
 
 # (tokens, heads, head_dim, rope_dim) of PaddleFleet PR #1772's tests that a CPU can run in interpret mode, ...
@@ -63,6 +74,19 @@ LARGE = [
     Postmix(1023, 64, 512, 64),
 ]
 PRODUCTION = Postmix(16384, 64, 512, 64)
+# ... the ten at which splitting a product's channels must change nothing, ...
+SPLIT = [
+    Postmix(2048, 64, 512, 64),
+    PRODUCTION,
+    Postmix(1023, 64, 512, 64),
+    Postmix(1, 64, 512, 64),
+    Postmix(128, 4, 64, 32),
+    Postmix(128, 4, 64, 16),
+    Postmix(333, 8, 128, 32),
+    Postmix(97, 32, 96, 32),
+    Postmix(7, 3, 40, 8),
+    Postmix(64, 16, 256, 64),
+]
 # ... and shapes of our own that are odd on purpose.
 ODD = [
     Postmix(3, 1, 8, 8),  # one head, every channel rotary
@@ -90,3 +114,16 @@ def step(path, **options):
         return out, *vjp(g)
 
     return jax.jit(run)
+
+
+def splits(case):
+    """(M X of all channels, of the leading ones, of the rotary ones from a view, of the same from a copy)."""
+    o, u, v, _, _ = case.operands(scale=1.0)
+    m, nope = postmix_matrix(u, v), case.head_dim - case.rope_dim
+    mix = jax.jit(reference.mix)
+    return (
+        mix(m, o),
+        jax.jit(lambda m, o: reference.mix(m, o[..., :nope]))(m, o),
+        jax.jit(lambda m, o: reference.mix(m, o[..., nope:]))(m, o),
+        mix(m, jax.jit(lambda o: o[..., nope:])(o)),
+    )

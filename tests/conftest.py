@@ -25,3 +25,13 @@ def faked_target(monkeypatch):
         monkeypatch.setattr(dispatch, "target", lambda: dispatch.Target(platform, capability))
 
     return fake
+
+
+@pytest.fixture
+def mesh4():
+    """A mesh of four devices, its axis called "data"."""
+    import jax
+
+    if jax.device_count() < 4:
+        pytest.skip(f"needs four devices, and there are {jax.device_count()} ({jax.default_backend()})")
+    return jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])

@@ -1,4 +1,7 @@
+import csv
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +11,10 @@ import pytest
 from flax import nnx
 
 from dsv4_fusions import cli
-from dsv4_fusions.training import loop
+from dsv4_fusions.config import load_yaml
+from dsv4_fusions.layers import Decoder
+from dsv4_fusions.testing import assert_trees_bitwise_equal
+from dsv4_fusions.training import checkpoint, loop, metrics
 
 CONFIG = """
 model:
@@ -25,28 +31,66 @@ model:
   vocab_size: {vocab_size}
   intermediate_size: 32
   index_head_dim: 8
-train: {{batch_size: {batch_size}, sequence_length: {tokens}, steps: 3, warmup_steps: 2}}
+train: {{batch_size: {batch_size}, sequence_length: {tokens}, steps: {steps}, warmup_steps: 2, eval_interval: 4}}
 """
+TEXT = "the quick brown fox jumps over the lazy dog. " * 20
+STEPS = 6
+
+
+def write_yaml(path, ratios=(0,), batch_size=2, tokens=32, vocab_size=256, steps=STEPS):
+    values = {"layers": len(ratios), "ratios": list(ratios), "vocab_size": vocab_size}
+    path.write_text(CONFIG.format(batch_size=batch_size, tokens=tokens, steps=steps, **values))
+    return str(path)
 
 
 @pytest.fixture
 def write_config(tmp_path):
     """Writes a small configuration, with changes, and returns its path."""
-
-    def write(ratios=(0,), batch_size=2, tokens=32, vocab_size=256):
-        path = tmp_path / "config.yaml"
-        values = {"layers": len(ratios), "ratios": list(ratios), "vocab_size": vocab_size}
-        path.write_text(CONFIG.format(batch_size=batch_size, tokens=tokens, **values))
-        return str(path)
-
-    return write
+    return lambda **changes: write_yaml(tmp_path / "config.yaml", **changes)
 
 
 @pytest.fixture
 def text_file(tmp_path):
     path = tmp_path / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    path.write_text(TEXT)
     return str(path)
+
+
+@pytest.fixture
+def train(write_config, text_file):
+    """Runs `train` on the small configuration."""
+    return lambda *argv: cli.main(["train", write_config(), "--text", text_file, *map(str, argv)])
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """Losses, held-out losses and final state of a run that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    (folder / "text.txt").write_text(TEXT)
+    argv = ["train", write_yaml(folder / "config.yaml"), "--text", str(folder / "text.txt")]
+    assert cli.main([*argv, "--checkpoint-dir", str(folder / "run")]) == 0
+    return losses(folder / "run"), final_state(folder / "run")
+
+
+def losses(run):
+    """(step, training loss, held-out loss) of every row; the texts, so that equal means to the last bit."""
+    return [(row["step"], row["loss"], row["held_out_loss"]) for row in metrics.read(run / "metrics.csv")]
+
+
+def final_state(run):
+    """Parameters and optimizer's state of a run's last checkpoint, as nested dictionaries."""
+    import orbax.checkpoint as ocp
+
+    step = checkpoint.latest_step(run)
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        return step, [checkpointer.restore(run / str(step) / name) for name in ("params", "opt_state")]
+
+
+def assert_same_run(run, unbroken):
+    assert losses(run) == unbroken[0]
+    (step, state), (wanted_step, wanted) = final_state(run), unbroken[1]
+    assert step == wanted_step
+    assert_trees_bitwise_equal(state, wanted)
 
 
 @pytest.fixture
@@ -54,6 +98,7 @@ def fails(capsys):
     """Checks that a command ends with code 2 and one line on stderr, which it returns."""
 
     def run(*argv):
+        capsys.readouterr()  # of what ran before
         try:
             code = cli.main(argv)
         except SystemExit as exit:
@@ -68,9 +113,9 @@ def fails(capsys):
 
 @pytest.mark.smoke
 def test_train_prints_losses_beside_the_entropies(write_config, text_file, capsys):
-    assert cli.main(["train", write_config(), "--text", text_file, "--steps", "2"]) == 0
+    assert cli.main(["train", write_config(), "--text", text_file]) == 0
     out = capsys.readouterr().out
-    assert "step 2 of 2, loss" in out and "tokens/s" in out
+    assert f"step {STEPS} of {STEPS}, loss" in out and "tokens/s" in out
     assert "fuse_inv_rope: active in 0 of 1 layers (fuse_inv_rope is False)" in out
     for name in ("training loss", "held-out loss", "bigram entropy", "unigram entropy"):
         assert name in out
@@ -78,9 +123,9 @@ def test_train_prints_losses_beside_the_entropies(write_config, text_file, capsy
 
 @pytest.mark.smoke
 def test_compare_proves_runs_bitwise_equal(write_config, text_file, capsys):
-    assert cli.main(["train", write_config(), "--text", text_file, "--steps", "2", "--compare"]) == 0
+    assert cli.main(["train", write_config(), "--text", text_file, "--compare"]) == 0
     out = capsys.readouterr().out
-    assert "bitwise equal: 2 losses" in out
+    assert f"bitwise equal: {STEPS} losses" in out
     assert "fuse_inv_rope: active in 1 of 1 layers" in out and "fuse_kv_index_remap: active in 1 of 1 layers" in out
 
 
@@ -113,18 +158,264 @@ def test_compare_needs_every_fusion_in_some_layer(write_config, text_file, capsy
     assert "fuse_kv_index_remap is not active in any layer" in out and "batch 1" in out
 
 
-def test_ctrl_c_ends_in_one_line(write_config, text_file, capsys, monkeypatch):
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
+def test_metrics_hold_every_step_to_the_bit(train, tmp_path, monkeypatch):
+    runs = []
+    monkeypatch.setattr(loop, "train", lambda *args, train=loop.train: runs.append(train(*args)) or runs[-1])
+    assert train("--metrics", tmp_path / "m.csv", "--compare", "--plot", tmp_path / "p.png") == 0
+    with open(tmp_path / "m.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == ("run", "step", "loss", "held_out_loss", "tokens_per_second", "seconds")
+    for name, run in zip(("fusions off", "fusions on"), runs, strict=True):
+        mine = [row for row in rows if row["run"] == name]
+        assert [int(row["step"]) for row in mine] == list(range(1, STEPS + 1))
+        assert_trees_bitwise_equal(np.array([row["loss"] for row in mine], np.float32), run.losses)
+        assert [row["step"] for row in mine if row["held_out_loss"]] == ["4", str(STEPS)]
+        assert float(mine[-1]["held_out_loss"]) == run.held_out_loss
+        seconds = [float(row["seconds"]) for row in mine]
+        assert 0 < seconds[0] and seconds == sorted(seconds)
+        assert all(float(row["tokens_per_second"]) > 0 for row in mine)
+    assert [row["loss"] for row in rows[:STEPS]] == [row["loss"] for row in rows[STEPS:]]
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
-    monkeypatch.setattr(loop, "train", interrupted)
-    assert cli.main(["train", write_config(), "--text", text_file]) == 130
+
+def test_plot_shows_every_run(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    from dsv4_fusions.training.plot import draw_losses
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: figures.append(self))
+    values = [("off", 1, 5.5, None), ("off", 2, 5.25, 5.3), ("on", "1", "5.5", ""), ("on", "2", "5.25", "5.3")]
+    draw_losses("p.png", [dict(zip(metrics.COLUMNS, row, strict=False)) for row in values])
+    lines = {line.get_label(): line.get_xydata().tolist() for line in figures[0].axes[0].lines}
+    curve, dots = [[1.0, 5.5], [2.0, 5.25]], [[2.0, 5.3]]
+    assert lines == {"off": curve, "off, held out": dots, "on": curve, "on, held out": dots}
+
+
+def test_plot_needs_matplotlib_before_the_training(train, fails, write_config, text_file, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    argv = ("train", write_config(), "--text", text_file, "--checkpoint-dir", str(tmp_path / "run"))
+    assert "the extra plot brings it" in fails(*argv, "--plot", str(tmp_path / "p.png"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_killed_at_any_step_resumes_to_the_same_bits(train, unbroken, tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    for last in range(STEPS):
+        run, argv = tmp_path / str(last), ("--checkpoint-dir", tmp_path / str(last), "--checkpoint-every", 2)
+
+        def append(path, row, last=last, append=metrics.append):
+            if row["step"] > last:
+                raise Killed
+            append(path, row)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(metrics, "append", append)
+            with pytest.raises(Killed):
+                train(*argv)
+        assert checkpoint.latest_step(run) == last // 2 * 2
+        assert train(*argv, "--resume") == 0
+        assert_same_run(run, unbroken)
+
+
+KILLED_WHILE_SAVING = """
+import os, pathlib, signal, sys, threading, time
+
+def kill_once_a_checkpoint_is_half_written(run):
+    while not any(path.name[0] > "3" for path in run.glob("*tmp*")):
+        time.sleep(0.0002)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+threading.Thread(target=kill_once_a_checkpoint_is_half_written, args=(pathlib.Path(sys.argv[1]),), daemon=True).start()
+from dsv4_fusions import cli
+cli.main(sys.argv[2:])
+"""
+
+
+def test_a_process_killed_while_saving_resumes_to_the_same_bits(write_config, text_file, unbroken, tmp_path):
+    run = tmp_path / "run"
+    argv = ["train", write_config(), "--text", text_file, "--checkpoint-dir", str(run), "--checkpoint-every", "2"]
+    child = [sys.executable, "-c", KILLED_WHILE_SAVING, str(run), *argv]
+    process = subprocess.run(child, capture_output=True, text=True, timeout=300)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    assert any("tmp" in name for name in os.listdir(run)) and checkpoint.latest_step(run) in (2, 4)
+    assert cli.main([*argv, "--resume"]) == 0
+    assert_same_run(run, unbroken)
+
+
+def test_a_run_resumes_under_other_fusions_to_the_same_bits(
+    write_config, text_file, ctrl_c, unbroken, tmp_path, monkeypatch
+):
+    run, path = tmp_path / "run", write_config()
+    argv = ["train", path, "--text", text_file, "--checkpoint-dir", str(run)]
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train", interrupt_after(3))
+        assert cli.main(argv) == cli.INTERRUPTED
+    off = Path(path).read_text()
+    Path(path).write_text(off.replace("model:", "model:\n  fuse_inv_rope: true\n  fuse_kv_index_remap: true"))
+    assert cli.main([*argv, "--resume"]) == 0
+    assert_same_run(run, unbroken)
+    model = Decoder(load_yaml(path)[0], rngs=nnx.Rngs(1))
+    checkpoint.load_params(run / str(STEPS) / "params", model)  # for use without the trainer
+    assert model.layers[0].attention.fuse_inv_rope
+
+
+def interrupt_after(last, train=loop.train):
+    """`loop.train`, with Ctrl-C pressed during the step after `last - 1` steps."""
+
+    def interrupted(model, config, training, held_out, on_step, start):
+        def press(state, *rest):
+            if state.step == last:
+                signal.raise_signal(signal.SIGINT)
+            on_step(state, *rest)
+
+        return train(model, config, training, held_out, press, start)
+
+    return interrupted
+
+
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C as in a terminal: a test run in the background ignores it."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+def test_ctrl_c_saves_and_the_run_goes_on(train, ctrl_c, unbroken, tmp_path, capsys, monkeypatch):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train", interrupt_after(3))
+        assert train("--checkpoint-dir", run, "--plot", tmp_path / "p.png") == 130
+    assert capsys.readouterr().err == f"dsv4-fusions train: interrupted after step 3, which is saved in {run}\n"
+    assert checkpoint.latest_step(run) == 3 and losses(run) == unbroken[0][:3]
+    assert (tmp_path / "p.png").exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert train("--checkpoint-dir", run, "--resume") == 0
+    assert_same_run(run, unbroken)
+
+
+def test_a_second_ctrl_c_does_not_wait(train, ctrl_c, tmp_path, capsys, monkeypatch):
+    def interrupted_twice(*args):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("went on")
+
+    monkeypatch.setattr(loop, "train", interrupted_twice)
+    assert train("--checkpoint-dir", tmp_path / "run") == 130
     assert capsys.readouterr().err == "dsv4-fusions train: interrupted\n"
+
+
+def test_ctrl_c_without_checkpoints_keeps_the_rows(train, ctrl_c, unbroken, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(loop, "train", interrupt_after(3))
+    assert train("--metrics", tmp_path / "metrics.csv") == 130
+    assert capsys.readouterr().err == "dsv4-fusions train: interrupted\n"
+    assert losses(tmp_path) == unbroken[0][:2]
+
+
+def test_a_finished_run_and_a_longer_one(train, unbroken, tmp_path, capsys, fails, write_config, text_file):
+    argv = ("--checkpoint-dir", tmp_path / "run")
+    assert train(*argv) == 0
+    before = capsys.readouterr().out
+    assert train(*argv, "--resume") == 0  # nothing left to do
+    assert_same_run(tmp_path / "run", unbroken)
+    again = capsys.readouterr().out
+    assert "not the run" not in again and "step" not in again
+    assert before.splitlines()[-8:] == again.splitlines()[-8:]  # the table
+    assert train(*argv, "--resume", "--steps", STEPS + 2) == 0
+    assert f"not the run that {STEPS + 2} unbroken steps give" in capsys.readouterr().out
+    assert [int(step) for step, _, _ in losses(tmp_path / "run")] == list(range(1, STEPS + 3))
+    argv = ("train", write_config(), "--text", text_file, *map(str, argv), "--resume")
+    assert f"steps: got {STEPS}, but the run in {tmp_path / 'run'} has done {STEPS + 2}" in fails(*argv)
+
+
+def test_a_run_is_not_overwritten_or_mixed_up(fails, write_config, text_file, tmp_path, unbroken):
+    run, config = tmp_path / "run", write_config()
+    argv = ("train", config, "--text", text_file, "--checkpoint-dir", str(run))
+    assert f"{run}: got no checkpoint in there" in fails(*argv, "--resume")
+    assert not run.exists()
+    assert cli.main(argv) == 0
+    assert "holds a run already; wanted --resume" in fails(*argv)
+    for changes, message in (({"batch_size": 1}, "train.batch_size: got 1"), ({"ratios": (128,)}, "compress_ratios")):
+        write_config(**changes)
+        assert message in fails(*argv, "--resume")
+    write_config()
+    Path(text_file).write_text(TEXT + "!")
+    assert "text.sha256" in fails(*argv, "--resume")
+    assert_same_run(run, unbroken)
+
+
+def test_rows_that_somebody_else_keeps_are_not_overwritten(fails, write_config, text_file, tmp_path, unbroken):
+    argv = ("train", write_config(), "--text", text_file, "--checkpoint-dir", str(tmp_path))
+    (tmp_path / "metrics.csv").write_text("epoch,accuracy\n1,0.5\n")
+    assert "metrics.csv with other columns" in fails(*argv)
+    metrics.start(tmp_path / "metrics.csv", [dict.fromkeys(metrics.COLUMNS, 1)])
+    assert "holds a run already" in fails(*argv)
+    metrics.start(tmp_path / "metrics.csv")  # what an attempt leaves that failed before its first step
+    assert cli.main(argv) == 0
+    assert_same_run(tmp_path, unbroken)
+
+
+def test_metrics_without_their_end_are_read_up_to_it(tmp_path):
+    path = tmp_path / "metrics.csv"
+    row = dict.fromkeys(metrics.COLUMNS, "1")
+    metrics.start(path)
+    metrics.append(path, row)
+    metrics.append(path, row)
+    os.truncate(path, path.stat().st_size - 3)
+    assert metrics.read(path) == [row]
+    os.truncate(path, 0)
+    assert metrics.read(path) == []
+
+
+def test_outputs_that_cannot_be_written(fails, write_config, text_file, tmp_path):
+    argv = ("train", write_config(), "--text", text_file)
+    below_a_file, missing = f"{text_file}/x", str(tmp_path / "missing" / "x")
+    for option in ("--checkpoint-dir", "--metrics", "--plot"):
+        assert "text.txt/x" in fails(*argv, option, below_a_file)
+    for option in ("--metrics", "--plot"):
+        assert "missing/x: No such file or directory" in fails(*argv, option, missing)
+        assert f"{tmp_path}: Is a directory" in fails(*argv, option, str(tmp_path))
+    assert "text.txt: Not a directory" in fails(*argv, "--checkpoint-dir", text_file)
+    assert "--resume: wanted --checkpoint-dir" in fails(*argv, "--resume")
+    assert "--checkpoint-every: wanted --checkpoint-dir" in fails(*argv, "--checkpoint-every", "3")
+    assert "cannot be combined with --compare" in fails(*argv, "--compare", "--checkpoint-dir", str(tmp_path / "run"))
+    assert sorted(os.listdir(tmp_path)) == ["config.yaml", "text.txt"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
+def test_a_full_disk_ends_in_one_line(train, fails, unbroken, write_config, text_file, tmp_path, capsys, monkeypatch):
+    assert "/dev/full: No space left" in fails("train", write_config(), "--text", text_file, "--metrics", "/dev/full")
+
+    def append(path, row, append=metrics.append):
+        append("/dev/full" if row["step"] == 4 else path, row)
+
+    monkeypatch.setattr(metrics, "append", append)
+    run = tmp_path / "run"
+    assert train("--checkpoint-dir", run, "--checkpoint-every", 3) == 2
+    assert capsys.readouterr().err == "dsv4-fusions train: error: /dev/full: No space left on device\n"
+    monkeypatch.undo()
+    assert losses(run) == unbroken[0][:3]
+    assert train("--checkpoint-dir", run, "--resume") == 0
+    assert_same_run(run, unbroken)
+
+
+def test_internal_errors_keep_their_traceback(train, monkeypatch):
+    def broken(*args):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(loop, "train", broken)
+    with pytest.raises(ValueError, match="a bug"):
+        train()
 
 
 def test_missing_and_broken_files(write_config, tmp_path, fails):
     assert "missing.yaml" in fails("train", str(tmp_path / "missing.yaml"))
     assert "missing.txt" in fails("train", write_config(), "--text", str(tmp_path / "missing.txt"))
+    for argv in ((str(tmp_path),), (write_config(), "--text", str(tmp_path))):
+        assert f"{tmp_path}: Is a directory" in fails("train", *argv)
     (tmp_path / "empty.txt").touch()
     assert "empty.txt is empty" in fails("train", write_config(), "--text", str(tmp_path / "empty.txt"))
     (tmp_path / "short.txt").write_text("short")
@@ -132,11 +423,34 @@ def test_missing_and_broken_files(write_config, tmp_path, fails):
     (tmp_path / "bad.yaml").write_text("model: {colour: red}")
     for command in ("train", "verify"):
         assert "model: got unknown 'colour'" in fails(command, str(tmp_path / "bad.yaml"))
+    for content, message in (
+        ("model: {hidden_size: wide}", "hidden_size: got 'wide', wanted an integer"),
+        ("model: [1, 2]", "model: got [1, 2], wanted a mapping"),
+        ("model: {}\ntrain: {steps: -1}", "steps: got -1, wanted 1 or more"),
+        ("model: {hidden_size: 32\n", "is not valid YAML"),
+        ("\x00\xff", "is not valid YAML"),
+        ("", "wanted the top-level key model"),
+    ):
+        (tmp_path / "bad.yaml").write_bytes(content.encode("latin1"))
+        assert message in fails("train", str(tmp_path / "bad.yaml"))
+
+
+def test_sizes_beyond_every_machine(write_config, text_file, fails):
+    assert "Unable to allocate" in fails("train", write_config(tokens=10**15), "--text", text_file)
+    path = Path(write_config())
+    for was, becomes, message in (
+        ("hidden_size: 32", f"hidden_size: {10**14}", "Out of memory"),
+        ("train: {", f"train: {{seed: {10**30}, ", "less than 2^32"),
+    ):
+        path.write_text(Path(write_config()).read_text().replace(was, becomes))
+        assert message in fails("train", str(path), "--text", text_file)
 
 
 def test_impossible_arguments(write_config, text_file, fails):
     assert "--steps: got '0'" in fails("train", write_config(), "--steps", "0")
     assert "--steps: got 'many'" in fails("train", write_config(), "--steps", "many")
+    assert "--steps: got '-3'" in fails("train", write_config(), "--steps", "-3")
+    assert "--checkpoint-every: got '0'" in fails("train", write_config(), "--checkpoint-every", "0")
     assert "--batch: got '-1'" in fails("verify", write_config(), "--batch", "-1")
     assert "--tokens: got '1.5'" in fails("verify", write_config(), "--tokens", "1.5")
     assert "layer: got 1, wanted 0 to 0" in fails("verify", write_config(), "--layer", "1")

@@ -1,6 +1,7 @@
 import copy
 import dataclasses
 import pickle
+import re
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -17,6 +18,11 @@ def test_defaults_are_v4_flash():
     assert (cfg.hidden_size, cfg.num_attention_heads, cfg.head_dim, cfg.qk_rope_head_dim) == (4096, 64, 512, 64)
     assert len(cfg.compress_ratios) == 43 and cfg.compress_ratios[:6] == (0, 0, 4, 128, 4, 128)
     assert (cfg.fuse_inv_rope, cfg.fuse_kv_index_remap, cfg.postmix_backward) == (False, False, "dot_general")
+
+
+def test_every_field_is_described():
+    described = re.findall(r"^      (\w+): ", DSv4Config.__doc__, re.MULTILINE)
+    assert described == [field.name for field in dataclasses.fields(DSv4Config)] + ["ValueError"]
 
 
 def test_layer_rope_follows_the_compress_ratio():

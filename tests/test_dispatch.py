@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 from program import gpu_target
 
 from dsv4_fusions import dispatch
-from dsv4_fusions.ops.inv_rope_postmix import inv_rope_unsupported
+from dsv4_fusions.ops.inv_rope_postmix import inv_rope_choice
 
 CUDA = {"mosaic": dispatch.NotBuilt("later"), "triton": None, "xla": None}
 CPU = {"mosaic": dispatch.NotBuilt("later"), "triton": "no GPU", "xla": None}
@@ -17,14 +17,14 @@ CPU = {"mosaic": dispatch.NotBuilt("later"), "triton": "no GPU", "xla": None}
 def test_triton_runs_from_capability_8_0_without_an_upper_bound(faked_target, capability):
     faked_target("gpu", capability)
     assert dispatch.triton_unsupported() is None
-    assert inv_rope_unsupported("bfloat16", 64) == ("triton", None)
-    assert inv_rope_unsupported("float16", 64) == ("triton", None)
+    assert inv_rope_choice("bfloat16", 64) == ("triton", None)
+    assert inv_rope_choice("float16", 64) == ("triton", None)
 
 
 def test_triton_is_refused_below_8_0_and_off_nvidia_gpus(faked_target):
     faked_target("gpu", (7, 5))
     assert "8.0 or higher and the target has 7.5" in dispatch.triton_unsupported()
-    assert inv_rope_unsupported("bfloat16", 64)[0] == "xla"
+    assert inv_rope_choice("bfloat16", 64)[0] == "xla"
     faked_target("tpu", None)
     assert "the target is tpu" in dispatch.triton_unsupported()
     faked_target("gpu", None)  # a GPU of another vendor
@@ -33,14 +33,14 @@ def test_triton_is_refused_below_8_0_and_off_nvidia_gpus(faked_target):
 
 def test_what_no_kernel_serves_falls_back_on_a_gpu_and_fuses_on_a_cpu(faked_target):
     faked_target("gpu", (9, 0))
-    for implementation, reason in [inv_rope_unsupported("float32", 64), inv_rope_unsupported("bfloat16", 64, "xla")]:
+    for implementation, reason in [inv_rope_choice("float32", 64), inv_rope_choice("bfloat16", 64, "xla")]:
         assert implementation == "xla" and "no kernel serves this call" in reason
     faked_target("cpu", None)
-    assert inv_rope_unsupported("float32", 64) == ("xla", None)
+    assert inv_rope_choice("float32", 64) == ("xla", None)
 
 
 def test_rope_dim_0_falls_back():
-    assert inv_rope_unsupported("bfloat16", 0) == ("xla", "rope_dim is 0: there is nothing to rotate")
+    assert inv_rope_choice("bfloat16", 0) == ("xla", "rope_dim is 0: there is nothing to rotate")
 
 
 def test_target_is_the_abstract_mesh_device_else_the_default_device():
@@ -71,11 +71,11 @@ def test_a_named_implementation_runs_or_raises_with_the_reason():
 def test_kill_switch(faked_target, monkeypatch):
     faked_target("gpu", (9, 0))
     monkeypatch.setenv(dispatch.DISABLE_KERNELS, "1")
-    assert inv_rope_unsupported("bfloat16", 64)[0] == "xla"
+    assert inv_rope_choice("bfloat16", 64)[0] == "xla"
     with pytest.raises(ValueError, match=dispatch.DISABLE_KERNELS):
-        inv_rope_unsupported("bfloat16", 64, "triton")
+        inv_rope_choice("bfloat16", 64, "triton")
     monkeypatch.setenv(dispatch.DISABLE_KERNELS, "0")
-    assert inv_rope_unsupported("bfloat16", 64)[0] == "triton"
+    assert inv_rope_choice("bfloat16", 64)[0] == "triton"
 
 
 def test_interpretation_ends_with_its_block_even_after_an_error():

@@ -88,3 +88,24 @@ def test_bits_is_an_integer_view_of_the_same_width(dtype):
 
 def test_bits_tells_the_zeros_apart():
     assert numerics.bits(jnp.float32(0)) != numerics.bits(jnp.float32(-0.0))
+
+
+@pytest.mark.parametrize("values", [[2**31], [-(2**31) - 1], [2**40, 0]])
+def test_integers_that_jax_would_wrap_raise(values):
+    with pytest.raises(ValueError, match="ids: got int64 values from .* wanted values within int32"):
+        numerics.integers("ids", np.array(values))
+    with jax.enable_x64(True):
+        assert numerics.integers("ids", np.array(values)).dtype == jnp.int64
+
+
+def test_integers_keep_their_values_and_type():
+    for x in (
+        np.array([2**31 - 1, -(2**31)]),
+        np.arange(3, dtype=np.uint8),
+        jnp.arange(3),
+        [1, 2],
+        np.empty(0, np.int64),
+    ):
+        np.testing.assert_array_equal(numerics.integers("ids", x), x)
+    with pytest.raises(TypeError, match="ids: got dtype float32, wanted integers"):
+        numerics.integers("ids", jnp.ones(3))

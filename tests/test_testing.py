@@ -178,6 +178,13 @@ def test_arrays_stay_on_their_device(monkeypatch):
     assert fetched and all(leaf.size == 1 for leaf in fetched)
 
 
+def test_chex_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "chex", None)
+    with pytest.raises(ImportError, match="needs chex: pip install chex"):
+        assert_trees_bitwise_equal(1, 1)
+    assert count_mismatches(np.ones(2), np.zeros(2)) == 2  # which does without
+
+
 def test_chex_loads_with_the_first_comparison():
     code = "import sys, dsv4_fusions.testing as t; assert 'chex' not in sys.modules; t.assert_trees_bitwise_equal(1, 1)"
     environment = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[1]), "JAX_PLATFORMS": "cpu"}

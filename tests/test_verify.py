@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import jax
@@ -6,10 +7,12 @@ import numpy as np
 import pytest
 import yaml
 from flax import nnx
+from remap_oracle import flat_ids, random_ids
 
-from dsv4_fusions import cli, verify
+from dsv4_fusions import cli, dispatch, verify
 from dsv4_fusions.config import DSv4Config
 from dsv4_fusions.layers import dsv4_attention
+from dsv4_fusions.ops.kv_index_remap import local_to_flat_kv_index, reference
 
 MODEL = {
     "hidden_size": 32,
@@ -81,15 +84,39 @@ def test_a_wrong_fused_forward_is_found(run_json, monkeypatch):
     assert sum(fused_to_unfused for _, fused_to_unfused in found.values()) == report["mismatches"]
 
 
-def test_a_wrong_fused_remap_is_found(run_json, monkeypatch):
-    wrong = jax.jit(
-        lambda ids, kv_len: verify.kv_index_remap_reference.local_to_flat(ids, kv_len + 1), static_argnums=1
-    )
-    monkeypatch.setattr(verify, "_remap_fused", wrong)
+def test_a_wrong_remap_is_found(run_json, monkeypatch):
+    right = verify._remap
+    monkeypatch.setattr(verify, "_remap", lambda ids, kv_len: right(ids, kv_len - 1))
     code, report = run_json()
     assert code == 1
     found = mismatches(report)
     assert found["remapped ids"][0] == 0 and found["remapped ids"][1] > 0 and found["output"] == (0, 0)
+
+
+def test_the_remap_is_not_compared_with_itself(monkeypatch):
+    """Without a kernel, fused and unfused layers share this reference: where it is wrong, they agree."""
+    monkeypatch.setenv(dispatch.DISABLE_KERNELS, "1")
+    right = reference.local_to_flat
+    monkeypatch.setattr(reference, "local_to_flat", lambda ids, kv_len: right(ids, kv_len - 1))
+    monkeypatch.setattr(verify, "_remap", local_to_flat_kv_index)  # not jitted: nothing wrong stays in a cache
+    ids = random_ids((2, 5, 3), 400)
+    assert verify._compare_remap(jnp.asarray(ids), 400).fused_to_unfused == np.count_nonzero(ids[1] >= 0) > 0
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 2), (3, 300, 5), (2, 256, 1)], ids=str)
+def test_every_wrong_id_is_counted(shape, monkeypatch):
+    ids = jnp.asarray(random_ids(shape, 400))
+    assert verify._compare_remap(ids, 400) == verify.Comparison("remapped ids", ids.size, 0, 0)
+    wrong = flat_ids(np.asarray(ids), 400)
+    wrong[[0, -1]] += 1
+    monkeypatch.setattr(verify, "_remap", lambda ids, kv_len: jnp.asarray(wrong))
+    assert verify._compare_remap(ids, 400) == verify.Comparison("remapped ids", ids.size, 0, 2 * shape[2])
+
+
+def test_a_remap_that_does_not_repeat_itself_is_found(monkeypatch):
+    steps = itertools.count()
+    monkeypatch.setattr(verify, "_remap", lambda ids, kv_len: jnp.full((4, 2), next(steps), jnp.int32))
+    assert verify._compare_remap(jnp.zeros((1, 4, 2), jnp.int32), 8).run_to_run == 8
 
 
 def test_a_machine_that_does_not_repeat_itself_is_found():

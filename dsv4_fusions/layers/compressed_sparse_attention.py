@@ -1,5 +1,6 @@
 """Attention of every head to one shared key/value row per token: window, compressed rows, or everything before."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -10,7 +11,7 @@ from dsv4_fusions.kv_index import causal_index, compressed_index, window_index
 from dsv4_fusions.layers.compressor import Compressor
 from dsv4_fusions.layers.switches import FusionStatus, Switches, never_active, warn_never_active
 from dsv4_fusions.ops.kv_index_remap import remap_implementation
-from dsv4_fusions.ops.sparse_attention import sparse_attention
+from dsv4_fusions.ops.sparse_attention import check_backend, sparse_attention
 
 
 class CompressedSparseAttention(Switches, nnx.Module):
@@ -26,6 +27,7 @@ class CompressedSparseAttention(Switches, nnx.Module):
     """
 
     SWITCHES = ("fuse_kv_index_remap",)
+    CHOICES = ()
 
     def __init__(
         self, cfg: DSv4Config, layer_index: int = 0, *, rngs: nnx.Rngs, fuse_kv_index_remap: bool | None = None
@@ -44,6 +46,7 @@ class CompressedSparseAttention(Switches, nnx.Module):
         """
         self.cfg = cfg
         self.ratio = _built_ratio(cfg, layer_index)
+        check_backend(cfg.sparse_attention_backend)
         self.fuse_kv_index_remap = cfg.fuse_kv_index_remap if fuse_kv_index_remap is None else fuse_kv_index_remap
         warn_never_active(cfg, fuse_kv_index_remap=self.fuse_kv_index_remap)
         self.sink = nnx.Param(jnp.zeros((cfg.num_attention_heads,), jnp.float32))
@@ -70,42 +73,54 @@ class CompressedSparseAttention(Switches, nnx.Module):
           Array like `q`, still rotated. Rows of padding tokens are 0.
         """
         batch, tokens, _ = kv.shape
-        if self.ratio == -1:
-            tables = [causal_index(tokens, boundaries)]
-        else:
-            tables = [window_index(tokens, self.cfg.sliding_window, boundaries)]
+        groups = None
         if self.compressor is not None:
             groups = None if boundaries is None else compressed_groups(boundaries, self.ratio)
             compressed = self.compressor(x, groups, positions)
             if compressed is not None:
                 kv = jnp.concatenate([kv, compressed], axis=1)
-                tables.append(compressed_index(tokens, self.ratio, tokens, groups))
-        index = jnp.concatenate(tables, axis=-1)
+        index = self._index(tokens, boundaries, groups)
+        index = jnp.broadcast_to(index, (batch, *index.shape[-2:]))
         return sparse_attention(
             q,
             kv,
-            jnp.broadcast_to(index, (batch, *index.shape[-2:])),
+            index,
             self.sink[...],
             backend=self.cfg.sparse_attention_backend,
-            fuse_kv_index_remap=self._remap_status(batch).active,
+            fuse_kv_index_remap=self._remap_status(index).active,
         )
 
     def explain_fusions(self, q=None) -> dict[str, FusionStatus]:
         """What the fusion of this module does, without running it.
 
         Args:
-          q: array, or anything with its shape, [batch, ...]; None: the batch is unknown.
+          q: array, or anything with its shape, [batch, tokens, ...]; None: the batch is unknown.
 
         Returns:
           {"fuse_kv_index_remap": FusionStatus}.
         """
-        return {"fuse_kv_index_remap": self._remap_status(None if q is None else q.shape[0])}
+        if q is None:
+            return {"fuse_kv_index_remap": self._remap_status(None)}
+        batch, tokens = q.shape[:2]
+        table = jax.eval_shape(lambda: self._index(tokens))
+        return {"fuse_kv_index_remap": self._remap_status(jax.ShapeDtypeStruct((batch, *table.shape), table.dtype))}
 
-    def _remap_status(self, batch):
+    def _index(self, tokens, boundaries=None, groups=None):
+        """Local ids of the rows that each token attends to, [tokens, topk], or [batch, tokens, topk] with documents."""
+        if self.ratio == -1:
+            return causal_index(tokens, boundaries)
+        window = window_index(tokens, self.cfg.sliding_window, boundaries)
+        if self.compressor is None:
+            return window
+        return jnp.concatenate([window, compressed_index(tokens, self.ratio, tokens, groups)], axis=-1)
+
+    def _remap_status(self, index):
+        """The status for a table of this shape [batch, tokens, topk]; None: unknown."""
         never = never_active(self.cfg).get("fuse_kv_index_remap")
         if never is not None:
             return FusionStatus(False, None, never)
-        implementation = remap_implementation()
+        batch, elements = (None, 0) if index is None else (index.shape[0], index.shape[1] * index.shape[2])
+        implementation = remap_implementation(elements=elements)
         if not self.fuse_kv_index_remap:
             return FusionStatus(False, implementation, "fuse_kv_index_remap is False")
         if batch == 1:
@@ -120,7 +135,6 @@ def _built_ratio(cfg, layer_index):
     ratio = cfg.compress_ratios[layer_index]
     if ratio not in (-1, 0, HCA_RATIO):
         raise NotImplementedError(
-            f"compress_ratios[{layer_index}] = {ratio} waits for the issue 'Complete the layers'; "
-            f"-1, 0 and {HCA_RATIO} are built"
+            f"compress_ratios[{layer_index}] = {ratio} is not built yet; -1, 0 and {HCA_RATIO} are"
         )
     return ratio

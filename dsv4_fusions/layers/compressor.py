@@ -71,23 +71,27 @@ class Compressor(nnx.Module):
             return None
         kv, score = self.kv_proj(x), self.gate_proj(x)
         if groups is None:
-            kv, score = (y[:, : slots * self.ratio].reshape(batch, slots, self.ratio, -1) for y in (kv, score))
+            kv, score = (y[:, : slots * self.ratio].reshape(batch, slots, self.ratio, y.shape[-1]) for y in (kv, score))
             first_position = token_positions(batch, tokens, None, positions)[..., : slots * self.ratio : self.ratio]
         else:
-            kv, score = (_gather_rows(y, groups.token_index) for y in (kv, score))
+            kv, score = (_gather_groups(y, groups) for y in (kv, score))
             first_position = groups.pos_in_doc
             if positions is not None:
                 positions = jnp.broadcast_to(token_positions(batch, tokens, None, positions), (batch, tokens))
                 first_position = jnp.take_along_axis(positions, groups.token_index[..., 0], axis=-1)
         weights = jax.nn.softmax(score.astype(jnp.float32) + self.ape[...], axis=-2)
         pooled = jnp.sum(kv.astype(jnp.float32) * weights, axis=-2).astype(kv.dtype)
-        rows = self.norm(pooled)
-        if groups is not None:
-            rows = jnp.where(groups.is_group[..., None], rows, 0)
-        return rotate_row(rows, layer_tables(self.cfg, self.rope, first_position))
+        return rotate_row(self.norm(pooled), layer_tables(self.cfg, self.rope, first_position))
 
 
-def _gather_rows(y, index):
-    """y [batch, tokens, channels] at index [batch, slots, ratio] -> [batch, slots, ratio, channels]."""
-    batch, slots, ratio = index.shape
-    return jnp.take_along_axis(y, index.reshape(batch, slots * ratio, 1), axis=1).reshape(batch, slots, ratio, -1)
+def _gather_groups(y, groups):
+    """Rows of y [batch, tokens, channels] -> [batch, slots, ratio, channels], zeros in empty slots.
+
+    No row is read twice, as `unique_indices` says, so that the gradient writes each of its rows once: without the
+    promise a GPU adds with atomics, in any order. The promise covers the ids out of range that empty slots are given.
+    """
+    tokens, (slots, ratio) = y.shape[1], groups.token_index.shape[1:]
+    out_of_range = tokens + jnp.arange(slots * ratio, dtype=jnp.int32).reshape(slots, ratio)
+    ids = jnp.where(groups.is_group[..., None], groups.token_index, out_of_range)
+    gather = lambda rows, ids: rows.at[ids].get(mode="fill", fill_value=0, unique_indices=True)  # noqa: E731
+    return jax.vmap(gather)(y, ids)

@@ -7,10 +7,10 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_fusions import dispatch
 from dsv4_fusions.config import DSv4Config
+from dsv4_fusions.gather import gather_rows
 from dsv4_fusions.layers.dsv4_attention import DSv4HybridSelfAttention
 from dsv4_fusions.layers.norms import RMSNorm
-from dsv4_fusions.layers.switches import FusionStatus, warn_never_active
-from dsv4_fusions.ops.sparse_attention.gather import gather_rows
+from dsv4_fusions.layers.switches import FusionStatus, Switches, forwarded, warn_never_active
 
 
 class SwiGLU(nnx.Module):
@@ -37,8 +37,18 @@ class SwiGLU(nnx.Module):
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
-class DecoderBlock(nnx.Module):
-    """Attention and SwiGLU, each normalised before and added to the residual stream."""
+class DecoderBlock(Switches, nnx.Module):
+    """Attention and SwiGLU, each normalised before and added to the residual stream.
+
+    The switches are the attention's.
+    """
+
+    SWITCHES, CHOICES = DSv4HybridSelfAttention.SWITCHES, DSv4HybridSelfAttention.CHOICES
+
+    fuse_inv_rope = forwarded("fuse_inv_rope", lambda block: [block.attention])
+    fuse_kv_index_remap = forwarded("fuse_kv_index_remap", lambda block: [block.attention])
+    postmix_backward = forwarded("postmix_backward", lambda block: [block.attention])
+    implementation = forwarded("implementation", lambda block: [block.attention])
 
     def __init__(self, cfg: DSv4Config, layer_index: int, *, rngs: nnx.Rngs, **switches):
         """Makes the parameters.
@@ -67,12 +77,20 @@ class DecoderBlock(nnx.Module):
         return x + self.mlp(self.mlp_norm(x)), aux
 
 
-class Decoder(nnx.Module):
+class Decoder(Switches, nnx.Module):
     """Token ids to logits.
 
-    The layers are a Python loop, for they differ in compress ratio. The switches of all layers are flipped at once by
-    `model.set_attributes(fuse_inv_rope=True)`, those of one by assigning to `model.layers[i].attention`.
+    The layers are a Python loop, for they differ in compress ratio. A switch of all layers is flipped by
+    `model.fuse_inv_rope = True`, that of one by `model.layers[i].attention.fuse_inv_rope = True`. Read off the model, a
+    switch is what all layers have; where they differ, that is an AttributeError.
     """
+
+    SWITCHES, CHOICES = DSv4HybridSelfAttention.SWITCHES, DSv4HybridSelfAttention.CHOICES
+
+    fuse_inv_rope = forwarded("fuse_inv_rope", lambda model: model.layers)
+    fuse_kv_index_remap = forwarded("fuse_kv_index_remap", lambda model: model.layers)
+    postmix_backward = forwarded("postmix_backward", lambda model: model.layers)
+    implementation = forwarded("implementation", lambda model: model.layers)
 
     def __init__(
         self,
@@ -109,7 +127,8 @@ class Decoder(nnx.Module):
         )
         self.layers = nnx.List([DecoderBlock(cfg, i, rngs=rngs, **off, **others) for i in range(cfg.num_hidden_layers)])
         self.norm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps, param_dtype=param_dtype)
-        self.set_attributes(**fusions)
+        for name, value in fusions.items():
+            setattr(self, name, value)
         warn_never_active(cfg, **fusions)
 
     def __call__(

@@ -10,9 +10,11 @@ from dsv4_fusions.documents import from_segment_ids
 from dsv4_fusions.layers.compressed_sparse_attention import CompressedSparseAttention
 from dsv4_fusions.layers.norms import RMSNorm, rms_normalize
 from dsv4_fusions.layers.rotary import layer_tables, rotate_row, token_positions
-from dsv4_fusions.layers.switches import FusionStatus, Switches, never_active, warn_never_active
+from dsv4_fusions.layers.switches import FusionStatus, Switches, forwarded, never_active, warn_never_active
 from dsv4_fusions.ops.inv_rope_postmix import (
-    inv_rope_unsupported,
+    check_backward,
+    grouped_postmix,
+    inv_rope_choice,
     inv_rope_vha_postmix,
     postmix_matrix,
     vha_postmix,
@@ -40,9 +42,13 @@ class DSv4HybridSelfAttention(Switches, nnx.Module):
       fuse_kv_index_remap: bool switch of the core attention, see `CompressedSparseAttention`.
       postmix_backward: "dot_general" or "single_pass", the postmix's gradient on either path.
       implementation: which implementation of the postmix runs, on either path: a name, or None for the best that can.
+        It says nothing about the index remap, which chooses for itself.
     """
 
     SWITCHES = ("fuse_inv_rope", "fuse_kv_index_remap")
+    CHOICES = ("postmix_backward", "implementation")
+
+    fuse_kv_index_remap = forwarded("fuse_kv_index_remap", lambda layer: [layer.core_attention])
 
     def __init__(
         self,
@@ -70,7 +76,7 @@ class DSv4HybridSelfAttention(Switches, nnx.Module):
           NotImplementedError: a compress ratio or a rematerialisation that is not built yet.
         """
         if cfg.remat:
-            raise NotImplementedError(f"remat = {cfg.remat!r} waits for the issue 'Complete the layers'")
+            raise NotImplementedError(f"remat = {cfg.remat!r} is not built yet")
         self.core_attention = CompressedSparseAttention(cfg, layer_index, rngs=rngs, fuse_kv_index_remap=False)
         self.cfg = cfg
         # What the layer is, rather than its number: layers of one kind can be stacked for a scan.
@@ -107,15 +113,6 @@ class DSv4HybridSelfAttention(Switches, nnx.Module):
         self.implementation = cfg.implementation if implementation is None else implementation
         warn_never_active(cfg, fuse_inv_rope=self.fuse_inv_rope, fuse_kv_index_remap=self.fuse_kv_index_remap)
 
-    @property
-    def fuse_kv_index_remap(self) -> bool:
-        """The core attention's switch: it has one home, and this is the other name for it."""
-        return self.core_attention.fuse_kv_index_remap
-
-    @fuse_kv_index_remap.setter
-    def fuse_kv_index_remap(self, value: bool):
-        self.core_attention.fuse_kv_index_remap = value
-
     def __call__(
         self,
         x: Float[Array, "batch tokens hidden"],
@@ -134,8 +131,9 @@ class DSv4HybridSelfAttention(Switches, nnx.Module):
           none).
 
         Raises:
-          ValueError: shapes that do not fit.
+          ValueError: shapes that do not fit, or an `implementation` that cannot run here.
           TypeError: segment ids or positions that are no integers.
+          NotImplementedError: an `implementation` or a `postmix_backward` that is not built yet.
         """
         self._check_input(x, segment_ids)
         batch, tokens, _ = x.shape
@@ -150,8 +148,9 @@ class DSv4HybridSelfAttention(Switches, nnx.Module):
         o = self.core_attention(q, kv, x, boundaries, positions)
         o = self._inverse_rotation_and_postmix(o, tables)
 
-        o = o.reshape(batch, tokens, cfg.o_groups, -1)
-        o = jnp.einsum("btgc,gcr->btgr", o, self.o_down[...].astype(cfg.dtype)).reshape(batch, tokens, -1)
+        o = o.reshape(batch, tokens, cfg.o_groups, self.o_down.shape[1])
+        o = jnp.einsum("btgc,gcr->btgr", o, self.o_down[...].astype(cfg.dtype))
+        o = o.reshape(batch, tokens, self.o_proj.kernel.shape[0])
         if cfg.gated_attention:
             o = o * jax.nn.sigmoid(self.gate_proj(x))
         return self.o_proj(o), {}
@@ -167,50 +166,47 @@ class DSv4HybridSelfAttention(Switches, nnx.Module):
           {"fuse_inv_rope": FusionStatus, "fuse_kv_index_remap": FusionStatus}.
 
         Raises:
-          ValueError, NotImplementedError: `implementation` names one that cannot run here, as a call would.
+          ValueError, NotImplementedError: about `implementation` and `postmix_backward`, as a call does.
         """
         return {"fuse_inv_rope": self._inv_rope_status(), **self.core_attention.explain_fusions(x)}
 
     def _inv_rope_status(self):
         cfg = self.cfg
-        never = never_active(cfg).get("fuse_inv_rope")
-        if not cfg.use_vha_attention or cfg.vha_postmix_grouped:
-            return FusionStatus(False, None, never)
-        implementation, unsupported = inv_rope_unsupported(
-            jnp.dtype(cfg.dtype), cfg.qk_rope_head_dim, self.implementation
+        check_backward(self.postmix_backward)
+        implementation, falls_back = inv_rope_choice(jnp.dtype(cfg.dtype), cfg.qk_rope_head_dim, self.implementation)
+        if cfg.vha_postmix_grouped:
+            if self.implementation not in (None, "xla"):
+                raise ValueError(f"implementation {self.implementation!r} cannot run the grouped postmix, 'xla' can")
+            implementation = "xla"
+        reason = never_active(cfg).get("fuse_inv_rope") or falls_back
+        if reason is None and not self.fuse_inv_rope:
+            reason = "fuse_inv_rope is False"
+        return FusionStatus(
+            active=reason is None,
+            implementation=implementation if cfg.use_vha_attention else None,
+            reason=reason or f"{cfg.dtype}, {cfg.qk_rope_head_dim} rotary channels",
         )
-        if never or unsupported:
-            return FusionStatus(False, implementation, never or unsupported)
-        if not self.fuse_inv_rope:
-            return FusionStatus(False, implementation, "fuse_inv_rope is False")
-        return FusionStatus(True, implementation, f"{cfg.dtype}, {cfg.qk_rope_head_dim} rotary channels")
 
     def _inverse_rotation_and_postmix(self, o, tables: RopeTables):
         # The rotation must see the rounded attention output on both paths; without the barrier XLA may hand it the f32
         # values from before the rounding, on the unfused path alone. Its transpose does the same for the gradient.
         o = jax.lax.optimization_barrier(o)
         cfg, status = self.cfg, self._inv_rope_status()
-        if not cfg.use_vha_attention:
-            return rotate(o, tables, inverse=True)
-        u, v = self.postmix_u[...], self.postmix_v[...]
-        if cfg.vha_postmix_grouped:
-            return _grouped_postmix(rotate(o, tables, inverse=True), u.astype(o.dtype), v.astype(o.dtype))
-        m = postmix_matrix(u, v).astype(o.dtype)
         how = {"backward": self.postmix_backward, "implementation": status.implementation}
         if status.active:
-            return inv_rope_vha_postmix(o, m, tables, **how)
-        return vha_postmix(rotate(o, tables, inverse=True), m, **how)
+            return inv_rope_vha_postmix(o, self._postmix_matrix(), tables, **how)
+        x = rotate(o, tables, inverse=True)
+        if not cfg.use_vha_attention:
+            return x
+        if cfg.vha_postmix_grouped:
+            return grouped_postmix(x, self.postmix_u[...].astype(x.dtype), self.postmix_v[...].astype(x.dtype))
+        return vha_postmix(x, self._postmix_matrix(), **how)
+
+    def _postmix_matrix(self):
+        return postmix_matrix(self.postmix_u[...], self.postmix_v[...]).astype(self.cfg.dtype)
 
     def _check_input(self, x, segment_ids):
         if x.ndim != 3 or x.shape[-1] != self.cfg.hidden_size:
             raise ValueError(f"x: got shape {x.shape}, wanted [batch, tokens, {self.cfg.hidden_size}]")
         if segment_ids is not None and segment_ids.shape != x.shape[:2]:
             raise ValueError(f"segment_ids: got shape {segment_ids.shape}, wanted {x.shape[:2]}, one id per token of x")
-
-
-def _grouped_postmix(x, u, v):
-    """Adds to every head the rank-limited mix of its own group: x + V (U^T x); u, v [groups, heads // groups, rank]."""
-    groups, width, _ = u.shape
-    grouped = x.reshape(*x.shape[:-2], groups, width, x.shape[-1])
-    mixed = jnp.einsum("...gjd,gjr->...grd", grouped, u)
-    return (grouped + jnp.einsum("...grd,gjr->...gjd", mixed, v)).reshape(x.shape)

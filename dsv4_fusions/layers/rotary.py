@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dsv4_fusions import numerics
 from dsv4_fusions.config import DSv4Config
 from dsv4_fusions.documents import DocumentBoundaries
 from dsv4_fusions.rope import RopeTables, rope_tables, rotate
@@ -32,9 +33,7 @@ def token_positions(
     """
     if positions is None:
         return jnp.arange(tokens, dtype=jnp.int32) if boundaries is None else boundaries.pos_in_doc
-    positions = jnp.asarray(positions)
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise TypeError(f"positions: got dtype {positions.dtype}, wanted integers")
+    positions = numerics.integers("positions", positions)
     if positions.shape not in ((tokens,), (batch, tokens)):
         raise ValueError(f"positions: got shape {positions.shape}, wanted {(tokens,)} or {(batch, tokens)}")
     return positions.astype(jnp.int32)

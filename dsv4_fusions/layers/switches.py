@@ -3,10 +3,16 @@
 import dataclasses
 import os
 import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax
 
-from dsv4_fusions.config import IMPLEMENTATIONS, POSTMIX_BACKWARDS, DSv4Config
+from dsv4_fusions.config import DSv4Config
+from dsv4_fusions.dispatch import IMPLEMENTATIONS
+from dsv4_fusions.ops.inv_rope_postmix import BACKWARDS
+
+_KNOWN = {"postmix_backward": BACKWARDS, "implementation": (None, *IMPLEMENTATIONS)}
 
 # A warning should point at the user's line, behind our frames and the constructor of Flax's metaclass.
 _INTERNAL = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(flax.__file__))
@@ -30,10 +36,10 @@ class FusionStatus:
 class Switches:
     """Guard for a module's switches; comes before `nnx.Module` among the bases.
 
-    A class lists its switches in `SWITCHES`. A `fuse_*` switch takes True or False and nothing else: NumPy booleans, 0
-    and 1 hash like them and would share, or split, entries of the compile cache. An unknown `fuse_*` name is a typo and
-    raises, for it would otherwise be a new attribute without effect. `postmix_backward` and `implementation` take the
-    names listed here.
+    A class lists its fusions in `SWITCHES`, and which of `postmix_backward` and `implementation` it takes in `CHOICES`.
+    Any other name of these kinds, a typo for instance, raises: it would be a new attribute without effect. A `fuse_*`
+    switch takes True or False and nothing else: NumPy booleans, 0 and 1 hash like them and would share, or split,
+    entries of the compile cache.
 
     Switches are static parts of the module, so a new value acts at the next trace. Where the module is an argument of
     `jax.jit` or `nnx.jit` that is the next call:
@@ -48,25 +54,49 @@ class Switches:
         graphdef, state = nnx.split(layer)          # the switches live in graphdef: split again after a flip
 
     Raises:
-      AttributeError: on assigning an unknown `fuse_*` name.
+      AttributeError: on assigning a switch that the class does not have.
       TypeError: on assigning anything but a bool to a `fuse_*` switch.
       ValueError: on assigning an unknown name to `postmix_backward` or `implementation`.
     """
 
     SWITCHES: tuple[str, ...] = ()
+    CHOICES: tuple[str, ...] = tuple(_KNOWN)
 
     def __setattr__(self, name, value):
-        owner = type(self).__name__
-        if name.startswith("fuse_"):
-            if name not in self.SWITCHES:
-                raise AttributeError(f"{owner} has no switch {name!r}; it has {', '.join(self.SWITCHES)}")
-            if type(value) is not bool:
-                raise TypeError(f"{owner}.{name}: got {value!r}, wanted True or False")
-        elif name == "postmix_backward" and value not in POSTMIX_BACKWARDS:
-            raise ValueError(f"{owner}.{name}: got {value!r}, wanted one of {', '.join(POSTMIX_BACKWARDS)}")
-        elif name == "implementation" and value is not None and value not in IMPLEMENTATIONS:
-            raise ValueError(f"{owner}.{name}: got {value!r}, wanted None or one of {', '.join(IMPLEMENTATIONS)}")
+        owner, is_fusion = type(self).__name__, name.startswith("fuse_")
+        if (is_fusion or name in _KNOWN) and name not in self.SWITCHES + self.CHOICES:
+            raise AttributeError(f"{owner} has no switch {name!r}; it has {', '.join(self.SWITCHES + self.CHOICES)}")
+        if is_fusion and type(value) is not bool:
+            raise TypeError(f"{owner}.{name}: got {value!r}, wanted True or False")
+        if name in _KNOWN and value not in _KNOWN[name]:
+            raise ValueError(f"{owner}.{name}: got {value!r}, wanted one of {', '.join(map(str, _KNOWN[name]))}")
         super().__setattr__(name, value)
+
+
+def forwarded(name: str, modules: Callable[[Any], Sequence[Any]]) -> property:
+    """A switch whose home is in other modules: assigning sets it in all of them, reading gives the value they share.
+
+    Args:
+      name: of the switch.
+      modules: from the module that has the property to those that have the switch.
+
+    Returns:
+      A property. Reading it raises AttributeError where the modules differ.
+    """
+
+    def read(owner):
+        values = {getattr(module, name) for module in modules(owner)}
+        if len(values) > 1:
+            raise AttributeError(
+                f"{type(owner).__name__}.{name} differs between its layers; set_attributes({name}=...) sets all of them"
+            )
+        return values.pop()
+
+    def assign(owner, value):
+        for module in modules(owner):
+            setattr(module, name, value)
+
+    return property(read, assign)
 
 
 def never_active(cfg: DSv4Config) -> dict[str, str]:

@@ -2,7 +2,11 @@
 
 import dataclasses
 import functools
+import itertools
+import math
+import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +20,29 @@ from dsv4_fusions.training.text import Rows, batch_order
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """What a training run leaves.
+class State:
+    """Where a run stands. With the configuration and the text it decides every further bit; switches are not in it.
 
     Attributes:
-        losses: [steps] float32, each step's loss in nats a byte, before its update.
-        params: the final parameters.
-        training_loss: of the final parameters on as many training rows as there are held-out ones.
-        held_out_loss: of the final parameters on the held-out rows.
+      step: how many steps are done; with the seed it tells which rows come next.
+      params: the parameters.
+      opt_state: the optimizer's state.
+    """
+
+    step: int
+    params: nnx.State
+    opt_state: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a call of `train` leaves.
+
+    Attributes:
+      losses: [steps] float32, loss of each step that it took, in nats a byte, before the step's update.
+      params: the final parameters.
+      training_loss: of the final parameters on as many training rows as there are held-out ones.
+      held_out_loss: of the final parameters on the held-out rows.
     """
 
     losses: np.ndarray
@@ -53,12 +72,12 @@ def loss_sum(graphdef: nnx.GraphDef, params: nnx.State, batch: Rows):
     """Cross entropy of the next byte, summed over the bytes that have one.
 
     Args:
-        graphdef: structure of the decoder, switches included.
-        params: its parameters.
-        batch: rows of text.
+      graphdef: structure of the decoder, switches included.
+      params: its parameters.
+      batch: rows of text.
 
     Returns:
-        The sum in nats (f32), the number of predicted bytes (int32), and the model's auxiliary losses by name.
+      The sum in nats (f32), the number of predicted bytes (int32), and the model's auxiliary losses by name.
     """
     logits, aux = nnx.merge(graphdef, params)(batch.tokens, batch.segment_ids)
     nats = optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
@@ -70,7 +89,7 @@ def train_step(graphdef, params, opt_state, batch: Rows, *, optimizer: optax.Gra
     """One update. The parameters and the optimizer's state are donated.
 
     Returns:
-        The new parameters, the optimizer's new state, and the batch's loss in nats a byte before the update.
+      The new parameters, the optimizer's new state, and the batch's loss in nats a byte before the update.
     """
 
     def objective(params):
@@ -90,13 +109,13 @@ def evaluate(graphdef: nnx.GraphDef, params: nnx.State, rows: Rows, batch_size: 
     """Loss over all rows, in nats a byte.
 
     Args:
-        graphdef: structure of the decoder, switches included.
-        params: its parameters.
-        rows: text.
-        batch_size: rows a batch; empty rows fill the last one.
+      graphdef: structure of the decoder, switches included.
+      params: its parameters.
+      rows: text.
+      batch_size: rows a batch; empty rows fill the last one.
 
     Returns:
-        The mean over all predicted bytes.
+      The mean over all predicted bytes; NaN where no byte has another before it.
     """
     missing = -len(rows) % batch_size
     rows = jax.tree.map(lambda array: np.pad(array, ((0, missing), (0, 0))), rows)
@@ -104,7 +123,13 @@ def evaluate(graphdef: nnx.GraphDef, params: nnx.State, rows: Rows, batch_size: 
     for start in range(0, len(rows), batch_size):
         nats, predicted, _ = _loss_sum(graphdef, params, rows.take(slice(start, start + batch_size)))
         total, count = total + float(nats), count + int(predicted)
-    return total / count
+    return total / count if count else math.nan
+
+
+def initial_state(model: Decoder, config: TrainConfig) -> State:
+    """Where a run of a decoder starts: its parameters and a fresh optimizer."""
+    params = nnx.state(model, nnx.Param)
+    return State(0, params, make_optimizer(config).init(params))
 
 
 def train(
@@ -112,33 +137,44 @@ def train(
     config: TrainConfig,
     training: Rows,
     held_out: Rows,
-    on_step: Callable[[int, float, float | None], None] = lambda step, loss, held_out_loss: None,
+    on_step: Callable[[State, np.ndarray, float | None, float], None] = lambda *report: None,
+    start: State | None = None,
 ) -> Run:
     """Trains a decoder.
 
     Args:
-        model: the decoder; its parameters are consumed.
-        config: batch size, steps, optimizer.
-        training: rows to train on.
-        held_out: rows to evaluate on.
-        on_step: called after every step with its number from 1, its loss, and the held-out loss if one is due.
+      model: the decoder; its parameters are consumed.
+      config: batch size, steps, optimizer.
+      training: rows to train on.
+      held_out: rows to evaluate on.
+      on_step: called after every step with the state, which the next step consumes, the step's loss (float32), the
+        held-out loss if one is due (it is after the last step), and the seconds that the step took.
+      start: where an earlier run stood, consumed as well; None: the decoder's initial state.
 
     Returns:
-        The losses and the final parameters.
+      The losses and the final parameters.
     """
     optimizer = make_optimizer(config)
-    graphdef, params = nnx.split(model, nnx.Param)
-    opt_state = optimizer.init(params)
-    losses = []
-    for step, rows in enumerate(batch_order(len(training), config.batch_size, config.steps, config.seed), start=1):
-        params, opt_state, loss = train_step(graphdef, params, opt_state, training.take(rows), optimizer=optimizer)
-        losses.append(np.asarray(loss))
-        due = config.eval_interval and step % config.eval_interval == 0 and step < config.steps
-        held_out_loss = evaluate(graphdef, params, held_out, config.batch_size) if due else None
-        on_step(step, float(losses[-1]), held_out_loss)
+    graphdef, _ = nnx.split(model, nnx.Param)
+    state = initial_state(model, config) if start is None else start
+    order = batch_order(len(training), config.batch_size, config.steps, config.seed)
+    losses, held_out_loss = [], None
+    for step, rows in enumerate(itertools.islice(order, state.step, None), start=state.step + 1):
+        began = time.perf_counter()
+        params, opt_state, loss = train_step(
+            graphdef, state.params, state.opt_state, training.take(rows), optimizer=optimizer
+        )
+        state = State(step, params, opt_state)
+        losses.append(np.asarray(loss))  # waits for the step
+        seconds = time.perf_counter() - began
+        due = step == config.steps or (config.eval_interval and step % config.eval_interval == 0)
+        held_out_loss = evaluate(graphdef, state.params, held_out, config.batch_size) if due else None
+        on_step(state, losses[-1], held_out_loss, seconds)
+    if not losses:  # the start was the end
+        held_out_loss = evaluate(graphdef, state.params, held_out, config.batch_size)
     return Run(
-        np.stack(losses),
-        params,
-        evaluate(graphdef, params, training.take(slice(len(held_out))), config.batch_size),
-        evaluate(graphdef, params, held_out, config.batch_size),
+        np.array(losses, np.float32),
+        state.params,
+        evaluate(graphdef, state.params, training.take(slice(len(held_out))), config.batch_size),
+        held_out_loss,
     )

@@ -1,8 +1,7 @@
 """Text as packed rows of bytes with document ends, and the entropies that a model's loss is judged by."""
 
 import dataclasses
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -13,7 +12,7 @@ HOLD_OUT_EVERY = 10
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Rows:
     """Documents packed into rows of equal length.
 
@@ -97,47 +96,69 @@ def pack(documents: Sequence[bytes], row_length: int) -> Rows:
     Returns:
         The rows.
     """
-    rows: list[list[tuple[bytes, bytes]]] = []
-    room: list[int] = []
-    for document in documents:
-        for start in range(0, len(document), row_length):
-            piece, following = document[start : start + row_length], document[start + 1 : start + row_length + 1]
-            index = next((i for i, free in enumerate(room) if free >= len(piece)), len(rows))
-            if index == len(rows):
-                rows.append([])
-                room.append(row_length)
-            rows[index].append((piece, following))
-            room[index] -= len(piece)
-
-    shape = (len(rows), row_length)
+    pieces = [
+        (document[start : start + row_length], document[start + 1 : start + row_length + 1])
+        for document in documents
+        for start in range(0, len(document), row_length)
+    ]
+    rows = _first_rows_with_room([len(piece) for piece, _ in pieces], row_length)
+    shape = (max(rows, default=-1) + 1, row_length)
     packed = Rows(*(np.zeros(shape, np.int32) for _ in range(3)), np.zeros(shape, bool))
-    for i, pieces in enumerate(rows):
-        start = 0
-        for segment, (piece, following) in enumerate(pieces, start=1):
-            packed.tokens[i, start : start + len(piece)] = np.frombuffer(piece, np.uint8)
-            packed.segment_ids[i, start : start + len(piece)] = segment
-            packed.targets[i, start : start + len(following)] = np.frombuffer(following, np.uint8)
-            packed.has_target[i, start : start + len(following)] = True
-            start += len(piece)
+    filled, segments = [0] * len(packed), [0] * len(packed)
+    for row, (piece, following) in zip(rows, pieces, strict=True):
+        start = filled[row]
+        filled[row] += len(piece)
+        segments[row] += 1
+        packed.tokens[row, start : start + len(piece)] = np.frombuffer(piece, np.uint8)
+        packed.segment_ids[row, start : start + len(piece)] = segments[row]
+        packed.targets[row, start : start + len(following)] = np.frombuffer(following, np.uint8)
+        packed.has_target[row, start : start + len(following)] = True
     return packed
 
 
-def batch_order(num_rows: int, batch_size: int, steps: int, seed: int) -> np.ndarray:
+def _first_rows_with_room(lengths: Sequence[int], row_length: int) -> list[int]:
+    """For each length in turn, the first row that still has room for it.
+
+    room[i] is the most room in any row below node i of a binary tree (its children are 2 i and 2 i + 1), so that a row
+    is found in logarithmic time: looking through all of them takes minutes for some megabytes of short rows.
+    """
+    leaves = 1 << (len(lengths) - 1).bit_length() if lengths else 0
+    room = [row_length] * (2 * leaves)
+    rows = []
+    for length in lengths:
+        node = 1
+        while node < leaves:
+            node = 2 * node if room[2 * node] >= length else 2 * node + 1
+        rows.append(node - leaves)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            most = max(room[2 * node], room[2 * node + 1])
+            if room[node] == most:
+                break
+            room[node] = most
+    return rows
+
+
+def batch_order(num_rows: int, batch_size: int, steps: int, seed: int) -> Iterator[np.ndarray]:
     """Which rows make up which batch: one random order of all rows after another, the same for the same seed.
 
     Args:
-        num_rows: how many rows there are.
-        batch_size: rows a batch.
-        steps: number of batches.
-        seed: of the orders.
+      num_rows: how many rows there are.
+      batch_size: rows a batch.
+      steps: number of batches.
+      seed: of the orders.
 
-    Returns:
-        [steps, batch_size] row numbers.
+    Yields:
+      [batch_size] row numbers, `steps` times.
     """
     rng = np.random.default_rng(seed)
-    epochs = math.ceil(steps * batch_size / num_rows)
-    order = np.concatenate([rng.permutation(num_rows) for _ in range(epochs)])
-    return order[: steps * batch_size].reshape(steps, batch_size)
+    left = np.empty(0, np.int64)
+    for _ in range(steps):
+        while len(left) < batch_size:
+            left = np.concatenate([left, rng.permutation(num_rows)])
+        yield left[:batch_size]
+        left = left[batch_size:]
 
 
 def unigram_entropy(documents: Sequence[bytes]) -> float:

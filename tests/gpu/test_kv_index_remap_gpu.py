@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from remap_oracle import flat_ids, flat_rows, random_ids
 
 from dsv4_fusions.ops.kv_index_remap import local_to_flat_kv_index
 
@@ -17,27 +18,13 @@ def remap(kv_len, implementation="triton"):
     return jax.jit(functools.partial(local_to_flat_kv_index, kv_len=kv_len, implementation=implementation))
 
 
-def random_rows(seed, rows, topk, kv_len, dtype):
-    rng = np.random.default_rng(seed)
-    ids = rng.integers(0, kv_len, (rows, topk), dtype)
-    ids[rng.random((rows, topk), np.float32) < 0.3] = -1
-    return ids
-
-
-def oracle_rows(ids, i, kv_len):
-    """The flat ids of rows of batch entry i."""
-    flat = ids.astype(np.int64)
-    flat[flat >= 0] += i * kv_len % 2**32
-    return flat.astype(np.uint32).view(np.int32)  # keeps the low 32 bits
-
-
 def slabs(batch, tokens):
     """(batch entry, first flat row, number of rows) of pieces that keep the host's memory small."""
     return [(i, i * tokens + t, min(SLAB, tokens - t)) for i in range(batch) for t in range(0, tokens, SLAB)]
 
 
 def on_device(batch, tokens, topk, kv_len, dtype):
-    rows = [jnp.asarray(random_rows(first, n, topk, kv_len, dtype)) for _, first, n in slabs(batch, tokens)]
+    rows = [jnp.asarray(random_ids((n, topk), kv_len, dtype=dtype, seed=first)) for _, first, n in slabs(batch, tokens)]
     return jnp.concatenate(rows).reshape(batch, tokens, topk)
 
 
@@ -49,7 +36,8 @@ def mismatches(flat, want, first):
 def assert_equals_oracle(flat, batch, tokens, topk, kv_len, dtype):
     assert flat.dtype == jnp.int32 and flat.shape == (batch * tokens, topk)
     for i, first, n in slabs(batch, tokens):
-        assert mismatches(flat, oracle_rows(random_rows(first, n, topk, kv_len, dtype), i, kv_len), first) == 0
+        ids = random_ids((n, topk), kv_len, dtype=dtype, seed=first)
+        assert mismatches(flat, flat_rows(ids, i, kv_len), first) == 0
 
 
 def test_one_row():
@@ -86,7 +74,7 @@ def test_overflow_matrix(kv_len, dtype):
     ids = np.array([[[0, 5, -1, 17]], [[1, -1, 9, 0]], [[3, 4, 0, -7]]], dtype)
     with jax.enable_x64(dtype is np.int64):
         got = remap(kv_len)(ids)
-    np.testing.assert_array_equal(got, np.concatenate([oracle_rows(ids[i], i, kv_len) for i in range(3)]))
+    np.testing.assert_array_equal(got, flat_ids(ids, kv_len))
 
 
 def test_int64_ids_outside_int32():

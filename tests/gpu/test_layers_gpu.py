@@ -6,6 +6,9 @@ import pytest
 from layers import common
 from layers.common import make_input, make_layer, run
 
+# Collected here as well, to run on the GPU.
+from layers.test_transforms import test_donated_stack_of_layers_under_scan, test_vmap  # noqa: F401
+
 from dsv4_fusions import DSv4Config
 from dsv4_fusions.testing import assert_trees_bitwise_equal
 

@@ -3,6 +3,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import program
 import pytest
 from flax import nnx
 from layers import common, loops
@@ -73,6 +74,29 @@ def test_empty_slots_are_zero_whatever_stands_in_padding():
     x = jnp.where(segment_ids[..., None] == 0, jnp.nan, x)
     rows = np.asarray(apply(compressor, x, groups_of(segment_ids)))
     assert np.isfinite(rows).all() and rows[0, 0].any() and not rows[0, 1:].any()
+
+
+def test_padding_in_no_group_reaches_no_gradient():
+    """The first token is padding and NaN. An empty slot once read it, and gave NaN to the tokens beside it."""
+    compressor = make_compressor()
+    segment_ids = np.array([[0, 1, 1, 1, 1, 1, 0, 2, 2, 2, 2, 0]])
+    x, _ = make_input(compressor.cfg, 1, 12)
+    x = jnp.where(segment_ids[..., None] == 0, jnp.nan, x)
+    dx = jax.jit(jax.grad(lambda x: jnp.sum(compressor(x, groups_of(segment_ids)) ** 2)))(x)
+    in_group = np.array([0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0], bool)
+    assert np.isfinite(dx[0, in_group]).all() and dx[0, in_group].all() and not np.nan_to_num(dx)[0, ~in_group].any()
+
+
+def test_gradient_writes_each_row_once():
+    """Which a GPU repeats, where adding with atomics would come out in any order."""
+    compressor = make_compressor()
+    x, groups = make_input(compressor.cfg, 3, 24)[0], groups_of(common.SEGMENTS)
+    jaxpr = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(compressor(x, groups))))(x)
+    added = [e for e in program.equations(jaxpr) if e.primitive.name == "scatter-add"]
+    assert len(added) == 2 and all(e.params["unique_indices"] for e in added)
+    ids = np.where(groups.is_group[..., None], groups.token_index, -1).reshape(3, -1)
+    for row in ids:
+        assert len(np.unique(row[row >= 0])) == np.sum(row >= 0) > 0
 
 
 def test_fewer_tokens_than_a_group():

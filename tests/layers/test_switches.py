@@ -37,6 +37,10 @@ def test_typos_raise(layer):
         layer.fuse_inv_rop = True
     with pytest.raises(AttributeError, match="no switch 'fuse_inv_rope'; it has fuse_kv_index_remap"):
         layer.core_attention.fuse_inv_rope = True
+    with pytest.raises(AttributeError, match="no switch 'implementation'; it has fuse_kv_index_remap"):
+        layer.core_attention.implementation = "xla"
+    with pytest.raises(AttributeError, match="no switch 'postmix_backward'; it has fuse_kv_index_remap"):
+        layer.core_attention.postmix_backward = "dot_general"
     with pytest.raises(ValueError, match="postmix_backward: got 'single-pass', wanted one of dot_general, single_pass"):
         layer.postmix_backward = "single-pass"
     with pytest.raises(ValueError, match="implementation: got 'cuda'"):
@@ -64,6 +68,44 @@ def test_remap_switch_has_one_home(layer):
     assert layer.core_attention.fuse_kv_index_remap is True
     layer.core_attention.fuse_kv_index_remap = False
     assert layer.fuse_kv_index_remap is False
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("fuse_inv_rope", True),
+        ("fuse_kv_index_remap", True),
+        ("postmix_backward", "single_pass"),
+        ("implementation", "xla"),
+    ],
+)
+def test_model_and_block_have_the_switches_of_their_layers(name, value):
+    model = Decoder(small_config(), rngs=nnx.Rngs(0))
+    values = lambda model: [getattr(layer.attention, name) for layer in model.layers]  # noqa: E731
+    default = getattr(model, name)
+    assert values(model) == [default] * 3 and default != value
+    setattr(model.layers[1], name, value)
+    assert values(model) == [default, value, default] and getattr(model.layers[1], name) == value
+    with pytest.raises(AttributeError, match=rf"Decoder.{name} differs between its layers; set_attributes\({name}="):
+        getattr(model, name)
+    model.set_attributes(**{name: value})
+    assert values(model) == [value] * 3 and getattr(model, name) == value
+    setattr(model, name, default)
+    assert values(model) == [default] * 3
+    copy = nnx.with_attributes(model, **{name: value})
+    assert values(copy) == [value] * 3 and values(model) == [default] * 3
+    assert getattr(nnx.merge(*nnx.split(copy)), name) == value
+
+
+def test_model_and_block_refuse_what_a_layer_refuses():
+    model = Decoder(small_config(), rngs=nnx.Rngs(0))
+    for module in (model, model.layers[0]):
+        with pytest.raises(AttributeError, match="no switch 'fuse_typo'; it has fuse_inv_rope, fuse_kv_index_remap, "):
+            module.fuse_typo = 1
+        with pytest.raises(TypeError, match="fuse_inv_rope: got 1, wanted True or False"):
+            module.fuse_inv_rope = 1
+        with pytest.raises(ValueError, match="implementation: got 'cuda'"):
+            module.implementation = "cuda"
 
 
 def test_whole_model_is_flipped_at_once():

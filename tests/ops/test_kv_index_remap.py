@@ -36,29 +36,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from program import gpu_target, lower_for_cuda
+from remap_oracle import flat_ids, random_ids
 
 from dsv4_fusions import dispatch
 from dsv4_fusions.config import DSv4Config
 from dsv4_fusions.ops.kv_index_remap import local_to_flat_kv_index
 from dsv4_fusions.ops.sparse_attention import sparse_attention
 from dsv4_fusions.testing import assert_trees_bitwise_equal
-
-
-def random_ids(shape, kv_len, empty=0.3, dtype=np.int32, seed=0):
-    rng = np.random.default_rng(seed)
-    ids = rng.integers(0, min(kv_len, 2**31), shape)
-    return np.where(rng.random(shape) < empty, -1, ids).astype(dtype)
-
-
-def oracle(ids, kv_len):
-    """Independent of the op: exact Python offsets, 64-bit addition, low 32 bits at the end."""
-    batch, tokens, topk = ids.shape
-    offset = np.array([i * kv_len % 2**32 for i in range(batch)], np.int64).reshape(batch, 1, 1)
-    wide = ids.astype(np.int64)
-    flat = np.where(wide >= 0, wide + offset, wide) & 0xFFFFFFFF
-    return flat.astype(np.uint32).view(np.int32).reshape(batch * tokens, topk)
 
 
 def remap(kv_len, implementation):
@@ -75,7 +61,7 @@ def assert_equal(got, want):
 
 
 def check(ids, kv_len):
-    want = oracle(ids, kv_len)
+    want = flat_ids(ids, kv_len)
     assert_equal(remap(kv_len, "xla")(ids), want)
     with dispatch.interpret():
         assert_equal(remap(kv_len, "triton")(ids), want)
@@ -142,7 +128,7 @@ def test_views_of_a_larger_table(view):
     whole = np.full((4, 32, 256), 777_777, np.int32)
     whole[view] = random_ids(whole[view].shape, 1024)
     check(whole[view], 1024)
-    want = oracle(np.ascontiguousarray(whole[view]), 1024)
+    want = flat_ids(np.ascontiguousarray(whole[view]), 1024)
     assert_equal(jax.jit(lambda x: local_to_flat_kv_index(x[view], 1024, "xla"))(whole), want)
     with dispatch.interpret():
         assert_equal(jax.jit(lambda x: local_to_flat_kv_index(x[view], 1024, "triton"))(whole), want)
@@ -194,7 +180,7 @@ def test_numpy_int64_without_x64():
     """JAX would wrap such values without a word."""
     edge = np.array([[[2**31 - 1, -(2**31), -1]]] * 3)
     assert edge.dtype == np.int64
-    np.testing.assert_array_equal(local_to_flat_kv_index(edge, 7), oracle(edge, 7))
+    np.testing.assert_array_equal(local_to_flat_kv_index(edge, 7), flat_ids(edge, 7))
     for value in (2**31, -(2**31) - 1):
         with pytest.raises(
             ValueError, match=rf"local_index: got int64 values from .*{value}.* wanted values within int32"
@@ -202,6 +188,8 @@ def test_numpy_int64_without_x64():
             local_to_flat_kv_index(np.array([[[0, value]]]), 7)
         with pytest.raises(ValueError, match="local_index: got int64 values"):
             jax.jit(lambda value=value: local_to_flat_kv_index(np.array([[[0, value]]]), 7))()
+    # An argument of the caller's jit is wrapped before the op sees it.
+    assert_equal(remap(7, "xla")(np.array([[[0, 2**31 + 5]]])), np.array([[0, 5 - 2**31]]))
 
 
 @pytest.mark.parametrize(
@@ -253,7 +241,7 @@ def test_donation(batch, implementation):
     ids = jax.device_put(given.copy())
     with dispatch.interpret():
         got = jax.jit(lambda x: local_to_flat_kv_index(x, 4096, implementation), donate_argnums=0)(ids)
-    assert_equal(got, oracle(given, 4096))
+    assert_equal(got, flat_ids(given, 4096))
     assert ids.is_deleted()
 
 
@@ -282,14 +270,14 @@ def test_inside_a_differentiated_function(implementation):
 
     with dispatch.interpret():
         got = jax.jit(jax.grad(loss))(kv)
-    flat = oracle(ids, 5)
+    flat = flat_ids(ids, 5)
     np.testing.assert_array_equal(got, 2 * np.bincount(flat[flat >= 0], minlength=15) * np.arange(15.0))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_vmap_and_scan(implementation):
     ids = np.stack([random_ids((3, 5, 300), 64, seed=seed) for seed in range(4)])
-    want = np.stack([oracle(table, 64) for table in ids])
+    want = np.stack([flat_ids(table, 64) for table in ids])
 
     def step(carry, table):
         return carry, local_to_flat_kv_index(table, 64, implementation)
@@ -313,24 +301,21 @@ def test_vmap_lowers_for_cuda_over_more_programs_than_a_side_axis_holds():
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_shard_map(implementation):
+def test_shard_map(implementation, mesh4):
     """The offset counts the batch entries of the shard: each device holds the KV of its own."""
-    if jax.device_count() < 4:
-        pytest.skip("needs four devices")
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     spec = PartitionSpec("data")
     ids = random_ids((12, 5, 97), 512)
     with dispatch.interpret():
         op = jax.shard_map(
             lambda x: local_to_flat_kv_index(x, 512, implementation),
-            mesh=mesh,
+            mesh=mesh4,
             in_specs=spec,
             out_specs=spec,
             # JAX's interpreter of kernels pads with a constant that the check refuses; the next test has it on.
             check_vma=implementation != "triton",
         )
         got = jax.jit(op)(ids)
-    assert_equal(got, np.concatenate([oracle(shard, 512) for shard in np.split(ids, 4)]))
+    assert_equal(got, np.concatenate([flat_ids(shard, 512) for shard in np.split(ids, 4)]))
 
 
 @pytest.mark.lowering
@@ -347,7 +332,7 @@ def test_shard_map_lowers_for_cuda():
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_repeatable(implementation):
     ids = random_ids((3, 512, 640), 4096)
-    want = oracle(ids, 4096)
+    want = flat_ids(ids, 4096)
     with dispatch.interpret():
         op = remap(4096, implementation)
         for _ in range(8):
@@ -365,7 +350,7 @@ def test_empty_axes(shape, dtype):
 
 def test_choice_changes_no_value():
     ids = random_ids((3, 32, 48), 256)
-    want = oracle(ids, 256)
+    want = flat_ids(ids, 256)
     assert_equal(local_to_flat_kv_index(ids, 256), want)
     with dispatch.interpret():
         for implementation in (None, "xla", "triton"):
@@ -422,7 +407,9 @@ def test_wrong_arguments():
             local_to_flat_kv_index(ids, kv_len)
     with pytest.raises(TypeError, match="kv_len: got .*, wanted a Python int"):
         jax.jit(local_to_flat_kv_index)(ids, 8)
-    with pytest.raises(ValueError, match="implementation: got 'cuda', wanted None or one of triton, xla"):
+    with pytest.raises(
+        ValueError, match=f"implementation: got 'cuda', wanted None or one of {', '.join(dispatch.IMPLEMENTATIONS)}"
+    ):
         local_to_flat_kv_index(ids, 8, "cuda")
     for name in ("mosaic", "jax_triton"):
         with pytest.raises(NotImplementedError, match=name):

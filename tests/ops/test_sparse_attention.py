@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from program import equations
 
 from dsv4_fusions import dispatch
-from dsv4_fusions.ops.sparse_attention import _empty_as_minus_one, gather, reference, sparse_attention
+from dsv4_fusions.ops.sparse_attention import _empty_as_minus_one, reference, sparse_attention
 from dsv4_fusions.testing import assert_trees_bitwise_equal, count_mismatches
 
 WAYS = {
@@ -287,18 +288,15 @@ def test_gradient_through_a_scan_over_layers():
 
 @pytest.mark.parametrize("way", ["xla", "flat-fused"])
 @pytest.mark.parametrize("axis", ["batch", "tokens"])
-def test_shard_map(axis, way):
-    if len(jax.devices()) < 4:
-        pytest.skip("needs four devices")
+def test_shard_map(axis, way, mesh4):
     # Split by tokens, every device reads all rows, and their gradient is summed over the devices as the sink's is.
     case = make_case(batch=4, tokens=8)
     queries = jax.P("data") if axis == "batch" else jax.P(None, "data")
     rows = jax.P("data") if axis == "batch" else jax.P()
     in_specs = Case(q=queries, kv=rows, index=queries, sink=jax.P(), d_out=queries)
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
     sharded = jax.shard_map(
         partial(attention_and_gradients, **WAYS[way]),
-        mesh=mesh,
+        mesh=mesh4,
         in_specs=(in_specs,),
         out_specs=(queries, queries, rows, jax.P()),
     )
@@ -446,78 +444,18 @@ def test_empty_axes(way, shape):
     assert not any(np.any(x) for x in (out, dq, dkv, d_sink))
 
 
-# --- the gradient of the gather -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_rows, num_slots", [(1, 9), (5, 0), (50, 33), (300, 1000)])
-def test_sums_of_rows(num_rows, num_slots):
-    rng = np.random.default_rng(num_slots)
-    ids = rng.integers(-3, num_rows + 3, num_slots).astype(np.int32)
-    # Multiples of 1/16 below 4: every partial sum is exact, so that all orders must agree to the last bit.
-    values = (rng.integers(-64, 64, (num_slots, 3)) / 16).astype(np.float32)
-    wanted = np.zeros((num_rows, 3), np.float32)
-    for i, value in zip(ids, values, strict=True):
-        if 0 <= i < num_rows:
-            wanted[i] += value
-    for sum_rows in (gather.sum_rows_sorted, gather.sum_rows_scatter):
-        got = jax.jit(sum_rows, static_argnums=2)(values, ids, num_rows)
-        assert got.dtype == np.float32
-        np.testing.assert_array_equal(got, wanted)
-    values = rng.standard_normal((num_slots, 3)).astype(np.float32)
-    exact = np.zeros((num_rows, 3))
-    np.add.at(exact, ids[(ids >= 0) & (ids < num_rows)], values[(ids >= 0) & (ids < num_rows)].astype(np.float64))
-    for sum_rows in (gather.sum_rows_sorted, gather.sum_rows_scatter):
-        np.testing.assert_allclose(jax.jit(sum_rows, static_argnums=2)(values, ids, num_rows), exact, atol=1e-4)
-
-
-@pytest.mark.parametrize("sum_rows", [gather.sum_rows_sorted, gather.sum_rows_scatter])
-def test_sums_keep_nan_in_its_row(sum_rows):
-    ids = np.array([3, -1, 0, 9, 3, 1, 0], np.int32)
-    values = np.array([1, np.nan, 2, np.nan, np.inf, np.nan, 3], np.float32)[:, None]
-    np.testing.assert_array_equal(jax.jit(sum_rows, static_argnums=2)(values, ids, 4)[:, 0], [5, np.nan, 0, np.inf])
-
-
-def test_sums_under_vmap():
-    rng = np.random.default_rng(0)
-    ids, values = rng.integers(-1, 4, (3, 20)).astype(np.int32), rng.standard_normal((3, 20, 2)).astype(np.float32)
-    for sum_rows in (gather.sum_rows_sorted, gather.sum_rows_scatter):
-        sum_rows = partial(sum_rows, num_rows=4)
-        mapped = jax.jit(jax.vmap(sum_rows))(values, ids)
-        for i in range(3):
-            np.testing.assert_allclose(mapped[i], jax.jit(sum_rows)(values[i], ids[i]), rtol=1e-6, atol=1e-6)
-
-
-def scatters(jaxpr):
-    """Every scatter in a jaxpr, at any depth."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name.startswith("scatter"):
-            yield equation
-        for parameter in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
-            if hasattr(parameter, "eqns") or hasattr(parameter, "jaxpr"):
-                yield from scatters(getattr(parameter, "jaxpr", parameter))
-
-
 @pytest.mark.parametrize("way", WAYS)
-def test_on_a_gpu_no_two_updates_meet(way, monkeypatch):
+def test_on_a_gpu_no_two_updates_meet(way, faked_target):
     case = make_case()
 
     def gradient_scatters(platform):
-        monkeypatch.setattr(dispatch, "target", lambda: dispatch.Target(platform, None))
-        return list(scatters(jax.make_jaxpr(lambda case: attention_and_gradients(case, **WAYS[way]))(case).jaxpr))
+        faked_target(platform, None)
+        jaxpr = jax.make_jaxpr(lambda case: attention_and_gradients(case, **WAYS[way]))(case)
+        return [equation for equation in equations(jaxpr) if equation.primitive.name.startswith("scatter")]
 
     on_gpu, on_cpu = gradient_scatters("gpu"), gradient_scatters("cpu")
     assert on_gpu and all(equation.params["unique_indices"] for equation in on_gpu)
     assert on_cpu and not any(equation.params["unique_indices"] for equation in on_cpu)
-
-
-def test_gather_gives_zeros_for_empty_slots_and_keeps_the_dtype():
-    table = jnp.arange(1.0, 7.0, dtype=jnp.bfloat16).reshape(3, 2)
-    ids = jnp.array([[2, -1], [3, 0]])
-    rows, transpose = jax.vjp(lambda table: gather.gather_rows(table, ids), table)
-    np.testing.assert_array_equal(rows, [[[5, 6], [0, 0]], [[0, 0], [1, 2]]])
-    (gradient,) = transpose(jnp.full((2, 2, 2), 3, jnp.bfloat16))
-    assert rows.dtype == gradient.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(gradient, [[3, 3], [0, 0], [3, 3]])
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------

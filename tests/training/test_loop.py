@@ -1,6 +1,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -57,9 +58,27 @@ def test_training_lowers_the_loss(runs):
 
 def test_every_step_is_reported_and_every_eval_interval_evaluated(runs):
     first, _, reported = runs
-    assert [step for step, _, _ in reported] == list(range(1, TRAIN.steps + 1))
-    assert [loss for _, loss, _ in reported] == first.losses.tolist()
-    assert [step for step, _, held_out_loss in reported if held_out_loss is not None] == [4]
+    states, losses, held_out_losses, seconds = zip(*reported, strict=True)
+    assert [state.step for state in states] == list(range(1, TRAIN.steps + 1))
+    assert_trees_bitwise_equal(np.stack(losses), first.losses)
+    assert [i for i, loss in enumerate(held_out_losses, start=1) if loss is not None] == [4, TRAIN.steps]
+    assert held_out_losses[-1] == first.held_out_loss and min(seconds) > 0
+
+
+def test_a_run_goes_on_from_any_state(runs):
+    first, _, _ = runs
+    copies = []
+
+    def keep(state, *_):
+        copies.append(jax.tree.map(np.array, (state.params, state.opt_state)))
+
+    loop.train(make_model(), TRAIN, ROWS, ROWS, keep)
+    for step in (1, 5, TRAIN.steps):
+        start = loop.State(step, *jax.tree.map(jnp.asarray, copies[step - 1]))
+        rest = loop.train(make_model(), TRAIN, ROWS, ROWS, start=start)
+        assert_trees_bitwise_equal(rest.losses, first.losses[step:])
+        assert_trees_bitwise_equal(rest.params, first.params)
+        assert (rest.training_loss, rest.held_out_loss) == (first.training_loss, first.held_out_loss)
 
 
 def test_evaluation_is_the_mean_over_the_predicted_bytes():

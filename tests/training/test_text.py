@@ -31,6 +31,50 @@ def test_segments_are_contiguous_pieces_of_documents(documents, row_length):
             assert any(piece in document for document in documents)
 
 
+def first_fit(lengths, row_length):
+    """The definition, one row after another."""
+    room, rows = [], []
+    for length in lengths:
+        row = next((row for row, free in enumerate(room) if free >= length), len(room))
+        if row == len(room):
+            room.append(row_length)
+        room[row] -= length
+        rows.append(row)
+    return rows
+
+
+@given(st.lists(st.integers(1, 17), max_size=60), st.integers(17, 60))
+def test_every_piece_goes_into_the_first_row_with_room(lengths, row_length):
+    assert text._first_rows_with_room(lengths, row_length) == first_fit(lengths, row_length)
+
+
+@pytest.mark.parametrize(
+    "documents, row_length",
+    [
+        ([bytes(range(256)) * 2**15], 500),  # 8 MB that fill their rows
+        ([b"x" * 9] * 150_000, 16),  # every row stays open
+        ([b"y" * n for n in np.random.default_rng(0).geometric(1 / 50, 60_000)], 256),
+    ],
+    ids=["one-document", "half-rows", "many-documents"],
+)
+def test_packing_megabytes(documents, row_length):
+    """Takes minutes if it looks through all rows for every piece."""
+    rows = text.pack(documents, row_length)
+    size, longest = sum(map(len, documents)), max(map(len, documents))
+    assert (rows.segment_ids > 0).sum() == size and rows.has_target.sum() == size - len(documents)
+    wanted = len(documents) if longest == 9 else -(-size // row_length)
+    assert wanted <= len(rows) <= 1.01 * wanted
+
+
+def test_no_documents_make_no_rows():
+    assert len(text.pack([], 4)) == len(text.pack([b""], 4)) == 0
+
+
+def test_rows_are_equal_to_themselves_alone():
+    one, other = (text.pack([b"abc"], 3) for _ in range(2))
+    assert one == one and one != other
+
+
 def test_targets_within_a_row():
     rows = text.pack([b"abcd", b"xy", b"z"], 3)
     assert rows.tokens.tolist() == [[97, 98, 99], [100, 120, 121], [122, 0, 0]]
@@ -77,12 +121,13 @@ def test_files_become_documents(tmp_path):
 
 
 def test_batches_are_whole_permutations_and_repeat_with_the_seed():
-    order = text.batch_order(num_rows=7, batch_size=3, steps=5, seed=1)
+    order = np.stack(list(text.batch_order(num_rows=7, batch_size=3, steps=5, seed=1)))
     assert order.shape == (5, 3)
     assert sorted(order.ravel()[:7]) == sorted(order.ravel()[7:14]) == list(range(7))
-    assert (order == text.batch_order(7, 3, 5, seed=1)).all()
-    assert (order != text.batch_order(7, 3, 5, seed=2)).any()
-    assert text.batch_order(num_rows=1, batch_size=4, steps=2, seed=0).tolist() == [[0] * 4] * 2
+    assert (order == np.stack(list(text.batch_order(7, 3, 5, seed=1)))).all()
+    assert (order != np.stack(list(text.batch_order(7, 3, 5, seed=2)))).any()
+    assert [batch.tolist() for batch in text.batch_order(num_rows=1, batch_size=4, steps=2, seed=0)] == [[0] * 4] * 2
+    next(text.batch_order(num_rows=7, batch_size=3, steps=10**15, seed=1))  # nothing is made ahead
 
 
 def test_entropies():

@@ -14,11 +14,12 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
 from dsv4_fusions import dispatch, rope
-from dsv4_fusions.ops.inv_rope_postmix import reference
+from dsv4_fusions.ops.inv_rope_postmix import reference, xla
 
 Backward = Literal["dot_general", "single_pass"]
 BACKWARDS = ("dot_general", "single_pass")
-_LATER = dispatch.NotBuilt("not built yet; it comes with the fast postmix")
+_LATER = dispatch.NotBuilt("not built yet")
+_TRITON_DTYPES = ("bfloat16", "float16")
 
 
 def postmix_matrix(u: Float[Array, "heads rank"], v: Float[Array, "heads rank"]) -> Float[Array, "heads heads"]:
@@ -99,49 +100,75 @@ def inv_rope_vha_postmix(
     rope.check_operands("o", o, tables)
     _check_mix("o", o, m, backward)
     tables = lax.stop_gradient(tables)
-    implementation, falls_back = inv_rope_unsupported(o.dtype, tables.cos.shape[-1], implementation)
+    implementation, falls_back = inv_rope_choice(o.dtype, tables.cos.shape[-1], implementation)
     if falls_back:
         return vha_postmix(rope.rotate(o, tables, inverse=True), m, backward, implementation)
     o, m, cos, sin = dispatch.align_manual_axes(o, m, tables.cos, tables.sin)
     return _postmix(o, m, rope.RopeTables(cos, sin, tables.rounding), implementation)
 
 
-def inv_rope_unsupported(dtype, rope_dim: int, implementation: str | None = None) -> tuple[str, str | None]:
+def inv_rope_choice(dtype, rope_dim: int, implementation: str | None = None) -> tuple[str, str | None]:
     """(implementation that runs, why the inverse RoPE is not folded into it: None where it is)."""
     chosen = dispatch.choose(implementation, _unsupported(jnp.dtype(dtype)))
     if rope_dim == 0:
         return chosen, "rope_dim is 0: there is nothing to rotate"
     platform = dispatch.target().platform
     if chosen == "xla" and platform != "cpu":
-        # The rotary channels would be a product of their own, and a library there chooses the order of its sums by the
-        # product's size: with 128 heads and few tokens, bits were seen to move on an H200.
-        return chosen, f"no kernel serves this call, and XLA on a {platform} may order the sums of a part differently"
+        return chosen, f"no kernel serves this call, and XLA code gains nothing from the fusion on a {platform}"
     return chosen, None
 
 
 def _unsupported(dtype) -> dict[str, str | None]:
-    from dsv4_fusions.ops.inv_rope_postmix import triton
-
     triton_reason = dispatch.triton_unsupported()
-    if triton_reason is None and dtype.name not in triton.DTYPES:
-        triton_reason = f"it serves {' and '.join(triton.DTYPES)}, not {dtype.name}"
+    if triton_reason is None and dtype.name not in _TRITON_DTYPES:
+        triton_reason = f"it serves {' and '.join(_TRITON_DTYPES)}, not {dtype.name}"
     return {"mosaic": _LATER, "triton": triton_reason, "jax_triton": _LATER, "xla": None}
 
 
+def grouped_postmix(
+    x: Float[Array, "*batch tokens heads head_dim"],
+    u: Float[Array, "groups group_heads rank"],
+    v: Float[Array, "groups group_heads rank"],
+) -> Float[Array, "*batch tokens heads head_dim"]:
+    """The postmix within groups of heads: x + V (U^T x) for each group (PaddleFleet). No fused form yet.
+
+    Args:
+      x: [..., tokens, heads, head_dim].
+      u: [groups, heads // groups, rank] in x's dtype.
+      v: like u.
+
+    Returns:
+      Array like x.
+
+    Raises:
+      ValueError, TypeError: shapes or dtypes that do not fit.
+    """
+    if x.ndim < 3 or u.ndim != 3 or u.shape != v.shape or u.shape[0] * u.shape[1] != x.shape[-2]:
+        raise ValueError(
+            f"u, v: got shapes {u.shape} and {v.shape}, wanted the same [groups, heads // groups, rank] twice for "
+            f"x [..., tokens, heads, head_dim] = {x.shape}"
+        )
+    if not x.dtype == u.dtype == v.dtype:
+        raise TypeError(f"u, v: got dtypes {u.dtype} and {v.dtype}, wanted x's dtype {x.dtype}")
+    return reference.grouped_mix(u, v, x)
+
+
+def check_backward(backward: str) -> None:
+    """Raises unless `backward` names a gradient that is built."""
+    if backward not in BACKWARDS:
+        raise ValueError(f"backward: got {backward!r}, wanted one of {', '.join(BACKWARDS)}")
+    if backward == "single_pass":
+        raise NotImplementedError(f"backward 'single_pass': {_LATER}")
+
+
 def _check_mix(name, x, m, backward):
-    if x.ndim < 3:
-        raise ValueError(f"{name}: got shape {x.shape}, wanted [..., tokens, heads, head_dim]")
-    if x.dtype.name not in rope.DTYPES:
-        raise TypeError(f"{name}: got dtype {x.dtype.name}, wanted one of {', '.join(rope.DTYPES)}")
+    rope.check_rows(name, x)
     heads = x.shape[-2]
     if m.shape != (heads, heads):
         raise ValueError(f"m: got shape {m.shape}, wanted ({heads}, {heads}) for {name}'s {heads} heads")
     if m.dtype != x.dtype:
         raise TypeError(f"m: got dtype {m.dtype}, wanted {name}'s dtype {x.dtype}")
-    if backward not in BACKWARDS:
-        raise ValueError(f"backward: got {backward!r}, wanted one of {', '.join(BACKWARDS)}")
-    if backward == "single_pass":
-        raise NotImplementedError(f"backward 'single_pass': {_LATER}")
+    check_backward(backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -152,11 +179,11 @@ def _postmix(o, m, tables, implementation):
     # values in memory, and so is its result.
     o, m, tables = lax.optimization_barrier((o, m, tables))
     if implementation == "triton":
-        from dsv4_fusions.ops.inv_rope_postmix import triton
+        from dsv4_fusions.ops.inv_rope_postmix import triton  # Pallas loads only where it is used
 
         out = triton.forward(m, o, tables)
     else:
-        out = reference.postmix(m, o, tables)
+        out = xla.forward(m, o, tables)
     return lax.optimization_barrier(out)
 
 

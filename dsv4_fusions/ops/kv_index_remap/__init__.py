@@ -1,36 +1,27 @@
 """From KV ids local to a batch entry to ids in the flat KV of the whole batch, which sparse-attention kernels read."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Int32
 
-from dsv4_fusions import dispatch
+from dsv4_fusions import dispatch, numerics
 from dsv4_fusions.ops.kv_index_remap import reference
 
 _LATER = dispatch.NotBuilt("not built yet")
 
 
 def _ids(local_index) -> Int[Array, "batch tokens topk"]:
-    """The argument as a JAX array of int32 or int64; raises where a NumPy value would not survive that."""
-    given = local_index if isinstance(local_index, jax.Array) else np.asarray(local_index)
-    if given.dtype not in (np.int32, np.int64):
-        raise TypeError(f"local_index: got dtype {given.dtype}, wanted int32 or int64")
-    if given.ndim != 3:
-        raise ValueError(f"local_index: got shape {given.shape}, wanted [batch, tokens, topk]")
-    ids = jnp.asarray(given)
-    if ids.dtype != given.dtype and given.size:  # int64 from NumPy, and jax_enable_x64 is off
-        low, high = given.min(), given.max()
-        if low < -(2**31) or high >= 2**31:
-            raise ValueError(
-                f"local_index: got int64 values from {low} to {high}, wanted values within int32 (or jax_enable_x64 on)"
-            )
+    given = getattr(local_index, "dtype", None) or np.asarray(local_index).dtype
+    if given not in (np.int32, np.int64):
+        raise TypeError(f"local_index: got dtype {given}, wanted int32 or int64")
+    ids = numerics.integers("local_index", local_index)
+    if ids.ndim != 3:
+        raise ValueError(f"local_index: got shape {ids.shape}, wanted [batch, tokens, topk]")
     return ids
 
 
 def remap_implementation(implementation: str | None = None, elements: int = 0) -> str:
     """The implementation that remaps tables of `elements` ids per batch entry; raises as `dispatch.choose` does."""
-    unsupported = {"triton": _triton_unsupported(elements), "xla": None, "mosaic": _LATER, "jax_triton": _LATER}
+    unsupported = {"mosaic": _LATER, "triton": _triton_unsupported(elements), "jax_triton": _LATER, "xla": None}
     return dispatch.choose(implementation, unsupported)
 
 
@@ -46,10 +37,12 @@ def local_to_flat_kv_index(
     """Turns KV ids local to each batch entry into ids of the flat KV of the batch.
 
     flat[i * tokens + t, k] = local[i, t, k] + i * kv_len for local ids >= 0. Every negative id is an empty slot and
-    keeps its value. Arithmetic is modulo 2^32. With one batch entry of int32 ids this is a reshape.
+    keeps its value. Arithmetic is modulo 2^32. With one batch entry of int32 ids this is a reshape. Inside `shard_map`
+    the batch entries are those of the shard: the flat ids count the rows of KV that its device holds.
 
     Args:
-      local_index: [batch, tokens, topk] int32 or int64; int64 from NumPy is taken as int32 where JAX has no int64.
+      local_index: [batch, tokens, topk] int32 or int64. Where JAX has no int64, NumPy's is taken as int32 and checked
+        to fit; but what is an argument of the caller's own `jit`, JAX has wrapped to int32 before this op sees it.
       kv_len: rows of KV per batch entry, a Python int > 0 of any size.
       implementation: "triton", "xla", or None for the first of them that runs on the target.
 
@@ -71,9 +64,8 @@ def local_to_flat_kv_index(
     ids = _ids(local_index)
     batch, tokens, topk = ids.shape
     chosen = remap_implementation(implementation, tokens * topk)
-    if ids.size == 0 or (batch == 1 and ids.dtype == np.int32):
-        return ids.astype(jnp.int32).reshape(batch * tokens, topk)
-    if chosen == "triton":
+    nothing_to_compute = ids.size == 0 or (batch == 1 and ids.dtype == np.int32)
+    if chosen == "triton" and not nothing_to_compute:
         from dsv4_fusions.ops.kv_index_remap import triton  # Pallas loads only where it is used
 
         return triton.local_to_flat(ids, int(kv_len))

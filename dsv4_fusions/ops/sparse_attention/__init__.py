@@ -13,6 +13,14 @@ from dsv4_fusions.ops.sparse_attention.reference import attend
 BACKENDS = ("flat", "batched", "xla")
 
 
+def check_backend(backend: str) -> None:
+    """Raises unless `backend` names one that is built."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: got {backend!r}, wanted one of {', '.join(map(repr, BACKENDS))}")
+    if backend == "batched":
+        raise NotImplementedError("backend 'batched' has no kernel yet; use 'flat' or 'xla'")
+
+
 def sparse_attention(
     q: Float[Array, "batch tokens heads head_dim"],
     kv: Float[Array, "batch kv_len head_dim"],
@@ -87,10 +95,7 @@ def _empty_as_minus_one(index, kv_len, topk_length) -> Int32[Array, "batch token
 
 
 def _check(q, kv, index, sink, topk_length, backend):
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: got {backend!r}, wanted one of {', '.join(map(repr, BACKENDS))}")
-    if backend == "batched":
-        raise NotImplementedError("backend 'batched' has no kernel yet; use 'flat' or 'xla'")
+    check_backend(backend)
     ranks = {"q": (q, 4), "kv": (kv, 3), "index": (index, 3), "sink": (sink, 1)}
     for name, (x, rank) in ranks.items():
         if x.ndim != rank:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
-from dsv4_fusions.ops.sparse_attention.gather import gather_rows
+from dsv4_fusions.gather import gather_rows
 
 BLOCK_BYTES = 2**26
 """Bytes that the gathered rows and the scores of one block of queries may take."""

@@ -8,22 +8,23 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from dsv4_fusions import dispatch
 
 
-def gather_rows(table: Float[Array, "rows channels"], ids: Int32[Array, "*slots"]) -> Float[Array, "*slots channels"]:
+def gather_rows(table: Float[Array, "rows channels"], ids: Int[Array, "*slots"]) -> Float[Array, "*slots channels"]:
     """The rows that `ids` name; zeros for ids outside [0, rows), which also receive no gradient.
 
     Args:
       table: rows to choose from. An empty slot never reads one, so that a NaN in row 0 stays there.
-      ids: row numbers, any shape.
+      ids: row numbers, any shape and integer type.
 
     Returns:
       [*slots, channels] in the table's dtype. Its gradient sums the contributions of each row in f32.
     """
-    return _gather(table.shape[0], table, ids)
+    # Narrower types cannot hold the number of rows, with which the gradient marks empty slots.
+    return _gather(table.shape[0], table, ids if ids.dtype.itemsize == 8 else ids.astype(jnp.int32))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
