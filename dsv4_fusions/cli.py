@@ -87,7 +87,7 @@ def _build_parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--metrics",
         metavar="FILE",
-        help="write a CSV row for every step (default: metrics.csv in --checkpoint-dir, if given)",
+        help="write a CSV row for every step (default: metrics.csv in --checkpoint-dir or the current directory)",
     )
     train.add_argument("--plot", metavar="FILE", help="draw the loss curves as a PNG; needs matplotlib")
     train.set_defaults(prepare=_prepare_train)
@@ -195,9 +195,10 @@ def _open_run(args, config, description, state):
     """
     from dsv4_fusions.training import checkpoint, metrics
 
-    directory, path, rows, notice = args.checkpoint_dir, args.metrics, [], None
-    if directory is not None:
-        path = path or os.path.join(directory, "metrics.csv")
+    directory, rows, notice = args.checkpoint_dir, [], None
+    path = args.metrics or os.path.join(directory or "", "metrics.csv")
+    if directory is None and args.metrics is None:
+        metrics.read(path)  # raises where another program's file has that name
     if args.resume:
         state, steps = checkpoint.load_run(directory, state, description)
         if state.step > config.steps:
@@ -212,8 +213,7 @@ def _open_run(args, config, description, state):
         raise ValueError(f"--checkpoint-dir: {directory} holds a run already; wanted --resume or another directory")
     if directory is not None:
         os.makedirs(directory, exist_ok=True)  # metrics.csv goes there first
-    if path is not None:
-        metrics.start(path, rows)
+    metrics.start(path, rows)
     if directory is not None and not args.resume:
         checkpoint.save_run(directory, state, description, config.steps)  # finds out now whether that works
     return state, notice, _Record(path, rows, args.plot)
@@ -230,8 +230,7 @@ class _Record:
         from dsv4_fusions.training import metrics
 
         self.rows.append(row)
-        if self.path is not None:
-            metrics.append(self.path, row)
+        metrics.append(self.path, row)
 
     def __enter__(self):
         return self

@@ -33,6 +33,7 @@ model:
   index_head_dim: 8
 train: {{batch_size: {batch_size}, sequence_length: {tokens}, steps: {steps}, warmup_steps: 2, eval_interval: 4}}
 """
+ROOT = Path(__file__).parents[1]  # where a child process finds the package, installed or not
 TEXT = "the quick brown fox jumps over the lazy dog. " * 20
 STEPS = 6
 
@@ -41,6 +42,13 @@ def write_yaml(path, ratios=(0,), batch_size=2, tokens=32, vocab_size=256, steps
     values = {"layers": len(ratios), "ratios": list(ratios), "vocab_size": vocab_size}
     path.write_text(CONFIG.format(batch_size=batch_size, tokens=tokens, steps=steps, **values))
     return str(path)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """`train` writes metrics.csv into the current directory."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
 
 
 @pytest.fixture
@@ -238,7 +246,7 @@ def test_a_process_killed_while_saving_resumes_to_the_same_bits(write_config, te
     run = tmp_path / "run"
     argv = ["train", write_config(), "--text", text_file, "--checkpoint-dir", str(run), "--checkpoint-every", "2"]
     child = [sys.executable, "-c", KILLED_WHILE_SAVING, str(run), *argv]
-    process = subprocess.run(child, capture_output=True, text=True, timeout=300)
+    process = subprocess.run(child, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert process.returncode == -signal.SIGKILL, process.stderr
     assert any("tmp" in name for name in os.listdir(run)) and checkpoint.latest_step(run) in (2, 4)
     assert cli.main([*argv, "--resume"]) == 0
@@ -358,6 +366,15 @@ def test_rows_that_somebody_else_keeps_are_not_overwritten(fails, write_config, 
     assert_same_run(tmp_path, unbroken)
 
 
+def test_metrics_go_to_the_current_directory(train, fails, write_config, text_file, capsys):
+    for _ in range(2):  # the second run replaces the file of the first
+        assert train() == 0
+        assert [row["step"] for row in metrics.read("metrics.csv")] == [str(step) for step in range(1, STEPS + 1)]
+    Path("metrics.csv").write_text("epoch,accuracy\n1,0.5\n")
+    assert "metrics.csv with other columns" in fails("train", write_config(), "--text", text_file)
+    assert Path("metrics.csv").read_text() == "epoch,accuracy\n1,0.5\n"
+
+
 def test_metrics_without_their_end_are_read_up_to_it(tmp_path):
     path = tmp_path / "metrics.csv"
     row = dict.fromkeys(metrics.COLUMNS, "1")
@@ -382,7 +399,7 @@ def test_outputs_that_cannot_be_written(fails, write_config, text_file, tmp_path
     assert "--resume: wanted --checkpoint-dir" in fails(*argv, "--resume")
     assert "--checkpoint-every: wanted --checkpoint-dir" in fails(*argv, "--checkpoint-every", "3")
     assert "cannot be combined with --compare" in fails(*argv, "--compare", "--checkpoint-dir", str(tmp_path / "run"))
-    assert sorted(os.listdir(tmp_path)) == ["config.yaml", "text.txt"]
+    assert sorted(os.listdir(tmp_path)) == ["config.yaml", "here", "text.txt"]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
@@ -465,7 +482,12 @@ def test_layers_that_are_not_built_cannot_train(write_config, text_file, fails):
 
 def test_runs_as_a_module():
     result = subprocess.run(
-        [sys.executable, "-m", "dsv4_fusions", "--help"], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-m", "dsv4_fusions", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        cwd=ROOT,
     )
     assert "train" in result.stdout and "verify" in result.stdout
 
@@ -473,7 +495,7 @@ def test_runs_as_a_module():
 @pytest.mark.slow
 def test_the_shipped_model_learns_real_text(capsys):
     """With half the steps of `make train`, and both fusions on, well below the unigram entropy of 3.26 nats."""
-    tiny = Path(__file__).parent.parent / "configs" / "tiny.yaml"
+    tiny = ROOT / "configs" / "tiny.yaml"
     assert cli.main(["train", str(tiny), "--steps", "150"]) == 0
     out = capsys.readouterr().out
     assert "fuse_inv_rope: active in 3 of 3 layers" in out and "fuse_kv_index_remap: active in 3 of 3 layers" in out
