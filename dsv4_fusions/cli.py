@@ -77,7 +77,7 @@ def _build_parser() -> argparse.ArgumentParser:
         "--checkpoint-every",
         type=_positive,
         metavar="N",
-        help="steps from one checkpoint to the next (default: 50); the first and the last step and Ctrl-C save as well",
+        help="steps from one checkpoint to the next (default: 50); the start, the last step and Ctrl-C save as well",
     )
     train.add_argument(
         "--resume",
@@ -170,6 +170,8 @@ def _check_outputs(args) -> None:
         for name, value in (("--resume", args.resume), ("--checkpoint-every", args.checkpoint_every)):
             if value:
                 raise ValueError(f"{name}: wanted --checkpoint-dir with it")
+    elif args.metrics is not None:
+        raise ValueError("--metrics: cannot be combined with --checkpoint-dir, whose metrics.csv must stay complete")
     elif args.compare:
         raise ValueError(
             "--checkpoint-dir: cannot be combined with --compare, which trains twice and keeps neither run"
@@ -197,8 +199,8 @@ def _open_run(args, config, description, state):
 
     directory, rows, notice = args.checkpoint_dir, [], None
     path = args.metrics or os.path.join(directory or "", "metrics.csv")
-    if directory is None and args.metrics is None:
-        metrics.read(path)  # raises where another program's file has that name
+    if directory is None and os.path.isfile(path):  # a device would be read without end
+        metrics.read(path)  # raises where a file of that name is something else
     if args.resume:
         state, steps = checkpoint.load_run(directory, state, description)
         if state.step > config.steps:
@@ -440,6 +442,6 @@ def _print_report(console, report, batch, tokens):
         {
             0: f"[green]bitwise equal[/] at batch {batch}, {tokens} tokens",
             1: f"[red]{report.mismatches:,} elements differ[/] at batch {batch}, {tokens} tokens",
-            2: "[red]no fusion is active in any layer[/]: nothing was compared",
+            2: "[red]no fusion is active in any layer[/]: nothing was proved",
         }[report.exit_code]
     )

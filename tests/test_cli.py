@@ -373,6 +373,10 @@ def test_metrics_go_to_the_current_directory(train, fails, write_config, text_fi
     Path("metrics.csv").write_text("epoch,accuracy\n1,0.5\n")
     assert "metrics.csv with other columns" in fails("train", write_config(), "--text", text_file)
     assert Path("metrics.csv").read_text() == "epoch,accuracy\n1,0.5\n"
+    argv = ("train", write_config(), "--text", text_file, "--metrics", text_file)  # a slip of the tab key
+    assert "text.txt with other columns" in fails(*argv)
+    assert Path(text_file).read_text() == TEXT
+    assert "--metrics: cannot be combined with --checkpoint-dir" in fails(*argv, "--checkpoint-dir", "run")
 
 
 def test_metrics_without_their_end_are_read_up_to_it(tmp_path):

@@ -24,9 +24,11 @@ def read(path: str | os.PathLike) -> list[dict[str, str]]:
     """
     try:
         with open(path, newline="", encoding="utf-8", errors="replace") as file:
-            lines = [line for line in file if line.endswith("\n")]
+            lines = list(file)
     except FileNotFoundError:
         return []
+    if lines and not lines[-1].endswith("\n") and (len(lines) > 1 or ",".join(COLUMNS).startswith(lines[0])):
+        lines.pop()  # not finished
     header, *rows = list(csv.reader(lines)) or [COLUMNS]
     if tuple(header) != COLUMNS or any(len(row) != len(COLUMNS) for row in rows):
         raise ValueError(f"metrics: got {path} with other columns, wanted {','.join(COLUMNS)}")
