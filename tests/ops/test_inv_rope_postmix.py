@@ -39,7 +39,7 @@ from program import equations, flattened, gpu_target, lower_for_cuda, primitives
 
 import dsv4_fusions as dsv4
 from dsv4_fusions import dispatch, rope
-from dsv4_fusions.ops.inv_rope_postmix import reference
+from dsv4_fusions.ops.inv_rope_postmix import reference, xla
 from dsv4_fusions.testing import assert_trees_bitwise_equal
 
 IMPLEMENTATIONS = ["xla", "triton"]
@@ -560,6 +560,14 @@ def test_empty_inputs(path, shape):
             do, dm = vjp(out)
         assert out.shape == do.shape == shape
         assert not np.asarray(dm, np.float32).any()
+
+
+def test_the_rotation_is_not_lost_where_a_gradient_is_traced_for_another_target(faked_target):
+    """A gradient may be traced after its call, and with it the fused forward: under a GPU target here."""
+    o, u, v, tables, _ = SHAPE.operands()
+    m = dsv4.postmix_matrix(u, v)
+    with_target = lambda target: [faked_target(*target), xla.forward(m, o, tables)][1]  # noqa: E731
+    assert_trees_bitwise_equal(with_target(("cpu", None)), with_target(("gpu", (9, 0))))
 
 
 def test_rope_dim_0_is_the_plain_postmix():

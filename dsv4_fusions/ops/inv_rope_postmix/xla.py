@@ -16,10 +16,10 @@ def forward(m, x, tables: rope.RopeTables | None):
     On a CPU the product is taken a block of tokens at a time and written into the result in place. That spares the
     head-major copy of everything that XLA's einsum makes there. With the rotation, only a block of rotated rows exists
     at a time, and its product has the shape of the one without: a library that orders its sums by the size of the
-    product (seen on a CPU for narrow ones) does so alike on both paths. Elsewhere XLA's own product is as good, and the
-    fused op takes the unfused pair.
+    product (seen on a CPU for narrow ones) does so alike on both paths. Elsewhere XLA's own product is as good without
+    the rotation, and the fused op does not come here.
     """
-    if dispatch.target().platform != "cpu":
+    if tables is None and dispatch.target().platform != "cpu":
         return mix(m, x)
     tokens = x.shape[-3]
     block = -(-tokens // _BLOCKS)
