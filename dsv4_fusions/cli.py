@@ -1,4 +1,4 @@
-"""The command line: `dsv4-fusions train CONFIG` and `dsv4-fusions verify CONFIG`."""
+"""The command line: `dsv4-fusions train CONFIG`, `dsv4-fusions verify CONFIG` and `dsv4-fusions bench CONFIG`."""
 
 import argparse
 import contextlib
@@ -28,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: arguments; None: the process's.
 
     Returns:
-      The exit code. 0: done; 1: bits differ; 2: wrong usage, a file that cannot be read or written, or no fusion was
-      active where one was to be compared; 130: interrupted.
+      The exit code. 0: done; 1: bits differ or a result is wrong; 2: wrong usage, a file that cannot be read or
+      written, or no fusion was active where one was to be compared; 130: interrupted.
     """
     parser = _build_parser()
     args = parser.parse_args(argv)
@@ -99,6 +99,27 @@ def _build_parser() -> argparse.ArgumentParser:
     verify.add_argument("--tokens", type=_positive, metavar="T", help="tokens (default: train.sequence_length)")
     verify.add_argument("--layer", type=int, nargs="+", metavar="I", help="layers to look at (default: all)")
     verify.set_defaults(prepare=_prepare_verify)
+
+    bench = commands.add_parser("bench", help="time the postmix, fused and unfused, beside XLA's and beside a copy")
+    bench.add_argument(
+        "config", metavar="CONFIG", help="YAML file with the key model:, for instance configs/v4_flash_layer.yaml"
+    )
+    bench.add_argument(
+        "--tokens",
+        type=_positive,
+        nargs="+",
+        metavar="N",
+        help="tokens to measure with (default: 16384 on a GPU, elsewhere those of a training step)",
+    )
+    bench.add_argument(
+        "--implementation", nargs="+", metavar="NAME", help="implementations to measure (default: all that can run)"
+    )
+    bench.add_argument("--csv", metavar="FILE", help="write a row for every measurement")
+    bench.add_argument("--plot", metavar="FILE", help="draw the times as a PNG; needs matplotlib")
+    bench.add_argument(
+        "--repeats", type=_positive, metavar="N", help="times to take of everything (default: 11 on a GPU, elsewhere 3)"
+    )
+    bench.set_defaults(prepare=_prepare_bench)
     return parser
 
 
@@ -176,17 +197,23 @@ def _check_outputs(args) -> None:
         raise ValueError(
             "--checkpoint-dir: cannot be combined with --compare, which trains twice and keeps neither run"
         )
-    if args.plot is not None:
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            raise ValueError(
-                "--plot: matplotlib is not installed; the extra plot brings it: pip install '.[plot]'"
-            ) from None
-        existed = os.path.exists(args.plot)
-        open(args.plot, "ab").close()
-        if not existed:
-            os.remove(args.plot)
+    _check_plot(args.plot)
+
+
+def _check_plot(path) -> None:
+    """Raises unless a plot can be drawn and written there."""
+    if path is None:
+        return
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError(
+            "--plot: matplotlib is not installed; the extra plot brings it: pip install '.[plot]'"
+        ) from None
+    existed = os.path.exists(path)
+    open(path, "ab").close()
+    if not existed:
+        os.remove(path)
 
 
 def _open_run(args, config, description, state):
@@ -445,3 +472,98 @@ def _print_report(console, report, batch, tokens):
             2: "[red]no fusion is active in any layer[/]: nothing was proved",
         }[report.exit_code]
     )
+
+
+def _prepare_bench(args):
+    from dsv4_fusions import bench
+    from dsv4_fusions.config import load_yaml
+
+    cfg, config = load_yaml(args.config)
+    sizes = sorted(set(args.tokens or [bench.default_tokens(config)]))
+    repeats = args.repeats or bench.default_repeats()
+    versions, absent = bench.find_versions(cfg, sizes[-1], args.implementation)
+    if args.plot is not None and not args.plot.endswith(".png"):
+        raise ValueError(f"--plot: got {args.plot}, wanted a name that ends in .png")
+    _check_plot(args.plot)
+    if args.csv is not None:
+        bench.start_csv(args.csv)
+
+    def run():
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = 160  # a file has room for the tables
+        machine = bench.describe_machine()
+        _print_bench_conditions(console, cfg, machine, absent)
+        progress, reports = Console(stderr=True, highlight=False), []
+        for tokens in sizes:
+            with progress.status("measuring") as status:
+                report = bench.measure(cfg, versions, tokens, repeats, status.update)
+            reports.append(report)
+            _print_bench_report(console, report)
+            if args.csv is not None:
+                bench.append_csv(args.csv, bench.csv_rows(cfg, report, machine))
+        if args.plot is not None:
+            bench.draw(args.plot, reports, bench.default_tokens(config))
+        return 1 if any(report.failures for report in reports) else 0
+
+    return run
+
+
+def _print_bench_conditions(console, cfg, machine, absent):
+    from dsv4_fusions import bench
+
+    driver, flags = machine["driver"] or "unknown", machine["xla_flags"] or "not set"
+    console.print(f"{machine['gpu']}, driver {driver}, JAX {machine['jax']}, XLA_FLAGS {flags}")
+    console.print(
+        f"{cfg.num_attention_heads} heads of {cfg.head_dim} channels, {cfg.qk_rope_head_dim} of them rotary, "
+        f"{cfg.dtype}, rounding {cfg.rope_rounding}"
+    )
+    if machine["gpu"] == "cpu":
+        console.print("[yellow]these are times of a CPU: they say little about a GPU[/]")
+    clocks = {"cupti": "times of the kernels alone, by CUPTI", "host": "calls back to back, by the host's clock"}
+    console.print(f"ms: {clocks[bench.clock()]}")
+    reasons = {}
+    for label, reason in absent.items():
+        reasons.setdefault(reason, []).append(label)
+    for reason, labels in reasons.items():
+        console.print(f"not measured: {', '.join(labels)} ({reason})", markup=False)
+
+
+def _print_bench_report(console, report):
+    from rich import box
+    from rich.table import Column, Table
+
+    from dsv4_fusions import bench
+
+    console.print(
+        f"\n{report.tokens:,} tokens: a copy of {report.tensor_bytes / 2**20:,.4g} MiB takes {report.copy_ms:.4g} ms "
+        f"({report.copy_tb_per_s:.3g} TB/s)"
+    )
+    for failure in report.failures:
+        console.print(f"[red]wrong, hence no times[/]: {failure}")
+    times = ("ms", "p20 to p80", "host ms", "x roof", "host x roof")
+    others = ("temp MiB", "peak MiB", "dM error", "differing", "x einsum", "x best XLA")
+    for pass_ in bench.PASSES:
+        table = Table(
+            Column("", no_wrap=True),
+            *(Column(name, justify="right", no_wrap=True) for name in (*times, *others)),
+            title=f"{pass_.title}, {report.tokens:,} tokens: the roof is {report.roof_ms(pass_):.4g} ms",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+        )
+        for each in report.measurements:
+            if each.pass_ == pass_:
+                table.add_row(each.version.label, *_bench_cells(report, each))
+        console.print(table)
+
+
+def _bench_cells(report, measurement):
+    low, middle, high = measurement.ms
+    yield from (f"{middle:.4g}", f"{low:.4g} to {high:.4g}", f"{measurement.host_ms:.4g}")
+    yield from (f"{ratio:.3f}" for ratio in (measurement.ratio, measurement.host_ratio))
+    yield from (f"{size / 2**20:,.2f}" for size in (measurement.temp_bytes, measurement.peak_bytes))
+    yield "" if measurement.dm_error is None else f"{measurement.dm_error:.2e}"
+    yield f"{measurement.differing:,}"
+    yield from ("" if times is None else f"{times:.2f}" for times in report.speed_ups(measurement))

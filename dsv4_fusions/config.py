@@ -69,7 +69,7 @@ class DSv4Config:
       param_dtype: of the parameters; sinks and the compressor's position embedding are float32 whatever it says.
       fuse_inv_rope: fold the inverse rotation into the postmix.
       fuse_kv_index_remap: make the table of row ids flat in one kernel.
-      postmix_backward: how the postmix's gradient is taken, "dot_general"; "single_pass": later.
+      postmix_backward: how the postmix's gradients are taken, "dot_general" or "single_pass" (see `vha_postmix`).
       implementation: of the postmix, and of nothing else: a name, or None for the best that can run.
 
     Raises:

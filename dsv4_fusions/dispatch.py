@@ -5,6 +5,7 @@ the call (None if it can). Nothing else decides which kernel runs.
 """
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -29,6 +30,8 @@ class Target(NamedTuple):
     """ "gpu", "cpu" or another JAX platform name."""
     capability: tuple[int, int] | None
     """CUDA compute capability, None off NVIDIA GPUs."""
+    cores: int | None = None
+    """Multiprocessors of the GPU, where known."""
 
 
 class NotBuilt(str):
@@ -47,12 +50,12 @@ def target() -> Target:
         # JAX's own table of GPUs. Only a program lowered for another device than there is comes here.
         from jax.experimental.pallas import triton
 
-        return Target("gpu", divmod(triton.get_gpu_info().compute_capability, 10))
+        return Target("gpu", divmod(triton.get_gpu_info().compute_capability, 10), abstract.num_cores)
     capability = getattr(device, "compute_capability", None)
     if device.platform != "gpu" or not isinstance(capability, str) or "." not in capability:
         return Target(device.platform, None)
     major, minor = capability.split(".")
-    return Target("gpu", (int(major), int(minor)))
+    return Target("gpu", (int(major), int(minor)), getattr(device, "core_count", None))
 
 
 @contextlib.contextmanager
@@ -69,15 +72,37 @@ def interpreting() -> bool:
 
 def triton_unsupported() -> str | None:
     """Why a kernel of the Pallas Triton backend cannot run on the target, None if it can."""
+    return _switched_off() or (
+        None if interpreting() else _lacks(lambda capability: capability >= (8, 0), "8.0 or higher")
+    )
+
+
+def mosaic_unsupported() -> str | None:
+    """Why a kernel of the Pallas Mosaic GPU backend cannot run on the target, None if it can."""
+    # Hopper's matrix instruction exists on Hopper alone: later chips have another one.
+    return _switched_off() or (None if interpreting() else _lacks(lambda capability: capability == (9, 0), "9.0"))
+
+
+def jax_triton_unsupported() -> str | None:
+    """Why a kernel of jax-triton cannot run on the target, None if it can."""
+    reason = _switched_off() or _lacks(lambda capability: capability >= (8, 0), "8.0 or higher")
+    if reason is None and not all(map(importlib.util.find_spec, ("jax_triton", "triton"))):
+        reason = "it needs jax-triton, which the extra triton brings: pip install '.[triton]'"
+    return reason
+
+
+def _switched_off():
     if os.environ.get(DISABLE_KERNELS, "0") not in ("", "0"):
         return f"kernels are switched off by {DISABLE_KERNELS}"
-    if interpreting():
-        return None
-    platform, capability = target()
+    return None
+
+
+def _lacks(serves, wanted):
+    platform, capability, _ = target()
     if platform != "gpu" or capability is None:
         return f"it needs an NVIDIA GPU and the target is {platform}"
-    if capability < (8, 0):
-        return f"it needs compute capability 8.0 or higher and the target has {capability[0]}.{capability[1]}"
+    if not serves(capability):
+        return f"it needs compute capability {wanted} and the target has {capability[0]}.{capability[1]}"
     return None
 
 

@@ -1,13 +1,19 @@
 """Exact rounding that no compiler may drop, and integer views for bitwise comparison."""
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float32, Int, Shaped
+from jaxtyping import Array, Float, Float32, Int, Shaped
 
 # Explicit significand bits of the formats a rounding can be pinned to; f32 itself needs none.
 _MANTISSA_BITS = {"bfloat16": 7, "float16": 10}
+
+
+_FAN_IN = 16  # of `sum_in_order`
 
 
 def round_to(x: Float32[Array, "..."], dtype) -> Float32[Array, "..."]:
@@ -65,8 +71,30 @@ def round_significand(x: Float32[Array, "..."], bits: int) -> Float32[Array, "..
 
 
 def _with_sign_of(magnitude, x):
-    negative = lax.bitcast_convert_type(x, jnp.int32) < 0  # x < 0 would miss -0
-    return jnp.where(negative, -magnitude, magnitude)
+    # Bits, not -magnitude: Pallas' Triton backend computes 0 - magnitude, which is +0 for +0.
+    sign = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x80000000)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(magnitude, jnp.uint32) | sign, jnp.float32)
+
+
+def sum_in_order(parts: Float[Array, "parts ..."]) -> Float[Array, "..."]:
+    """Sum over the leading axis, in a tree of single additions that depends on the axis' length alone.
+
+    A compiler may order a reduction as it likes, by the chip or by what surrounds it; single additions it may not.
+
+    Args:
+      parts: at least one part.
+
+    Returns:
+      Their sum, without the leading axis.
+    """
+    while len(parts) > 1:
+        fan_in = min(_FAN_IN, len(parts))
+        columns = -(-len(parts) // fan_in)
+        padding = [(0, fan_in * columns - len(parts))] + [(0, 0)] * (parts.ndim - 1)
+        rows = jnp.pad(parts, padding).reshape(fan_in, columns, *parts.shape[1:])
+        # The barrier ends a fusion: one over all levels would load every part for every element at once.
+        parts = lax.optimization_barrier(functools.reduce(operator.add, list(rows)))
+    return parts[0]
 
 
 def integers(name: str, x) -> Int[Array, "..."]:

@@ -5,8 +5,9 @@ import os
 # Four simulated devices for the shard_map tests. The flag concerns the CPU alone: where there is a GPU, tests use it.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
-# Several test processes share one GPU: none may claim most of its memory at the start.
+# Several test processes share one GPU: none may keep memory that it does not use.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 
 import hypothesis
 import pytest
@@ -18,11 +19,11 @@ hypothesis.settings.load_profile("dsv4_fusions")
 
 @pytest.fixture
 def faked_target(monkeypatch):
-    """Makes programs be traced for faked_target(platform, capability), whatever device there is."""
+    """Makes programs be traced for faked_target(platform, capability, cores), whatever device there is."""
     from dsv4_fusions import dispatch
 
-    def fake(platform, capability):
-        monkeypatch.setattr(dispatch, "target", lambda: dispatch.Target(platform, capability))
+    def fake(platform, capability, cores=None):
+        monkeypatch.setattr(dispatch, "target", lambda: dispatch.Target(platform, capability, cores))
 
     return fake
 

@@ -78,6 +78,42 @@ def test_rounding_to_another_format_is_refused():
         numerics.round_to(jnp.ones(3), np.float64)
 
 
+def sum_in_numpy(parts):
+    """The tree of `sum_in_order`, one column at a time."""
+    while len(parts) > 1:
+        fan_in = min(16, len(parts))
+        columns = -(-len(parts) // fan_in)
+        sums = np.empty((columns, *parts.shape[1:]), np.float32)
+        for column in range(columns):
+            total = parts[column]
+            for row in range(1, fan_in):
+                i = row * columns + column
+                total = total + (parts[i] if i < len(parts) else np.float32(0))
+            sums[column] = total
+        parts = sums
+    return parts[0]
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 255, 256, 257, 1000])
+@pytest.mark.parametrize("jit", [jax.jit, lambda fn: fn], ids=["jit", "eager"])
+def test_sum_in_order_is_one_tree_of_single_additions(length, jit):
+    rng = np.random.default_rng(length)
+    parts = (rng.standard_normal((length, 3, 5)) * 10.0 ** rng.uniform(-3, 3, (length, 3, 5))).astype(np.float32)
+    got = np.asarray(jit(numerics.sum_in_order)(jnp.asarray(parts)))
+    np.testing.assert_array_equal(got.view(np.uint32), sum_in_numpy(parts).view(np.uint32))
+    if length >= 255:  # another order would not give these bits
+        in_a_row = np.add.accumulate(parts, axis=0)[-1]
+        assert (got != in_a_row).any()
+
+
+def test_sum_in_order_leaves_a_compiler_nothing_to_order():
+    for length in (1, 2, 17, 300):
+        names = primitives(numerics.sum_in_order, jnp.ones((length, 4)))
+        assert not any(name.startswith(("reduce", "dot", "cumsum", "scan", "while")) for name in names), names
+    # 300 -> 19 -> 2 -> 1, each with a barrier behind it
+    assert names.count("add") == 15 + 15 + 1 and names.count("optimization_barrier") == 3
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32", "bool"])
 def test_bits_is_an_integer_view_of_the_same_width(dtype):
     x = jnp.asarray([0, 1, 1, 0], dtype)

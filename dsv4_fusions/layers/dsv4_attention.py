@@ -14,8 +14,9 @@ from dsv4_fusions.layers.switches import FusionStatus, Switches, forwarded, neve
 from dsv4_fusions.ops.inv_rope_postmix import (
     check_backward,
     grouped_postmix,
-    inv_rope_choice,
+    inv_rope_grouped_postmix,
     inv_rope_vha_postmix,
+    postmix_choice,
     postmix_matrix,
     vha_postmix,
 )
@@ -133,7 +134,6 @@ class DSv4HybridSelfAttention(Switches, nnx.Module):
         Raises:
           ValueError: shapes that do not fit, or an `implementation` that cannot run here.
           TypeError: segment ids or positions that are no integers.
-          NotImplementedError: an `implementation` or a `postmix_backward` that is not built yet.
         """
         self._check_input(x, segment_ids)
         batch, tokens, _ = x.shape
@@ -166,18 +166,21 @@ class DSv4HybridSelfAttention(Switches, nnx.Module):
           {"fuse_inv_rope": FusionStatus, "fuse_kv_index_remap": FusionStatus}.
 
         Raises:
-          ValueError, NotImplementedError: about `implementation` and `postmix_backward`, as a call does.
+          ValueError: about `implementation` and `postmix_backward`, as a call does.
         """
         return {"fuse_inv_rope": self._inv_rope_status(), **self.core_attention.explain_fusions(x)}
 
     def _inv_rope_status(self):
         cfg = self.cfg
         check_backward(self.postmix_backward)
-        implementation, falls_back = inv_rope_choice(jnp.dtype(cfg.dtype), cfg.qk_rope_head_dim, self.implementation)
-        if cfg.vha_postmix_grouped:
-            if self.implementation not in (None, "xla"):
-                raise ValueError(f"implementation {self.implementation!r} cannot run the grouped postmix, 'xla' can")
-            implementation = "xla"
+        implementation, falls_back = postmix_choice(
+            cfg.dtype,
+            cfg.num_attention_heads,
+            cfg.head_dim,
+            cfg.qk_rope_head_dim,
+            grouped=cfg.vha_postmix_grouped,
+            implementation=self.implementation,
+        )
         reason = never_active(cfg).get("fuse_inv_rope") or falls_back
         if reason is None and not self.fuse_inv_rope:
             reason = "fuse_inv_rope is False"
@@ -193,17 +196,17 @@ class DSv4HybridSelfAttention(Switches, nnx.Module):
         o = jax.lax.optimization_barrier(o)
         cfg, status = self.cfg, self._inv_rope_status()
         how = {"backward": self.postmix_backward, "implementation": status.implementation}
-        if status.active:
-            return inv_rope_vha_postmix(o, self._postmix_matrix(), tables, **how)
-        x = rotate(o, tables, inverse=True)
         if not cfg.use_vha_attention:
-            return x
+            return rotate(o, tables, inverse=True)
         if cfg.vha_postmix_grouped:
-            return grouped_postmix(x, self.postmix_u[...].astype(x.dtype), self.postmix_v[...].astype(x.dtype))
-        return vha_postmix(x, self._postmix_matrix(), **how)
-
-    def _postmix_matrix(self):
-        return postmix_matrix(self.postmix_u[...], self.postmix_v[...]).astype(self.cfg.dtype)
+            weights = [w[...].astype(o.dtype) for w in (self.postmix_u, self.postmix_v)]
+            fused, unfused = inv_rope_grouped_postmix, grouped_postmix
+        else:
+            weights = [postmix_matrix(self.postmix_u[...], self.postmix_v[...]).astype(o.dtype)]
+            fused, unfused = inv_rope_vha_postmix, vha_postmix
+        if status.active:
+            return fused(o, *weights, tables, **how)
+        return unfused(rotate(o, tables, inverse=True), *weights, **how)
 
     def _check_input(self, x, segment_ids):
         if x.ndim != 3 or x.shape[-1] != self.cfg.hidden_size:

@@ -111,8 +111,6 @@ def never_active(cfg: DSv4Config) -> dict[str, str]:
     reasons = {}
     if not cfg.use_vha_attention:
         reasons["fuse_inv_rope"] = "use_vha_attention is False: there is no postmix to fold the rotation into"
-    elif cfg.vha_postmix_grouped:
-        reasons["fuse_inv_rope"] = "vha_postmix_grouped is True: only the ungrouped postmix is fused"
     elif cfg.qk_rope_head_dim == 0:
         reasons["fuse_inv_rope"] = "qk_rope_head_dim is 0: there is nothing to rotate"
     if cfg.sparse_attention_backend != "flat":

@@ -3,9 +3,21 @@
 import jax
 import pytest
 
+# In the names of tests that need several GiB, and how many of them run at a time.
+LARGE = ("production", "32_bits", "2_31", "processes", "xla_flags", "memcheck")
+LARGE_AT_A_TIME = 4
+
 
 def pytest_itemcollected(item):
     item.add_marker(pytest.mark.gpu)
+
+
+def pytest_collection_modifyitems(items):
+    """With `pytest -n N --dist loadgroup`, N processes share the GPU; few of them run tests that fill its memory."""
+    here = [item for item in items if item.get_closest_marker("gpu")]
+    large = [item for item in here if any(word in item.name for word in LARGE)]
+    for i, item in enumerate(large):
+        item.add_marker(pytest.mark.xdist_group(f"large{i * LARGE_AT_A_TIME // len(large)}"))
 
 
 def pytest_runtest_setup(item):

@@ -110,4 +110,4 @@ def rotated_tensors(jaxpr, shape) -> int:
 
 def kernels(jaxpr) -> list[str]:
     """Names of the Pallas kernels that a jaxpr calls."""
-    return [str(e.params["name"]) for e in program.equations(jaxpr) if e.primitive.name == "pallas_call"]
+    return program.kernel_names(jaxpr)

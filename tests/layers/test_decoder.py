@@ -99,7 +99,7 @@ def test_explain_names_every_layer():
 
 
 def test_fusion_that_can_never_fire_warns_once():
-    cfg = small_config(vha_postmix_grouped=True, sparse_attention_backend="xla")
+    cfg = small_config(use_vha_attention=False, sparse_attention_backend="xla")
     with pytest.warns(UserWarning) as record:
         model = Decoder(cfg, rngs=nnx.Rngs(0), fuse_inv_rope=True, fuse_kv_index_remap=True)
     assert sorted(str(w.message).split("=")[0] for w in record) == ["fuse_inv_rope", "fuse_kv_index_remap"]

@@ -9,12 +9,13 @@ The layer test of PaddleFleet PR #1772, case by case:
 | bitwise_other_seed, bitwise_other_layer | test_flip_changes_no_bit[tokens-32] (three models, which share their code) |
 | gate True with the flag, False without | test_explanation_and_program_agree |
 | at least 8 gradients, U's and V's not zero | test_flip_changes_no_bit (all cases) |
-| grouped_postmix_falls_back | test_explanation_and_program_agree[grouped] (the same program, so the same bits) |
+| grouped_postmix_falls_back | it fuses here: test_flip_changes_no_bit[grouped-...] and program_agree[grouped] |
 | high_precision_rope_falls_back | it fuses here: test_flip_changes_no_bit[documents-once-...] and program_agree[once] |
 | config_rejects_a_flag_that_can_never_fire | a warning here: test_flag_that_can_never_fire_warns |
 | selective_postmix_recompute_only_warns, bounded_recompute_window | it fuses: test_transforms.py, the remat tests |
 """
 
+import functools
 import warnings
 
 import jax
@@ -47,7 +48,18 @@ BITWISE = {
             param_dtype="float32",
         ),
     ),
-}
+    "single_pass": dict(tokens=97, cfg=dict(postmix_backward="single_pass")),
+    "grouped": dict(tokens=32, cfg=dict(vha_postmix_grouped=True)),
+    "grouped-single_pass-documents-once-float16": dict(
+        tokens=24,
+        batch=3,
+        segment_ids=common.SEGMENTS,
+        cfg=dict(
+            vha_postmix_grouped=True, postmix_backward="single_pass", rope_rounding="once", dtype="float16",
+            param_dtype="float32",
+        ),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BITWISE.values(), ids=BITWISE)
@@ -68,14 +80,53 @@ def test_flip_changes_no_bit(case):
         assert_trees_bitwise_equal(before, after, names=("operands before", "operands after"))
 
 
-def test_triton_kernel_in_interpret_mode():
-    """The forward; the backward is no kernel's."""
-    layer = make_layer(small_config(implementation="triton"))
-    x, _ = make_input(layer.cfg, 2, 7)
-    apply = jax.jit(lambda layer, x, *_: layer(x)[0])
+FOR_MOSAIC = dict(num_attention_heads=64, head_dim=128, qk_rope_head_dim=50, o_groups=8)
+KERNELS = {
+    "triton-dot_general": dict(implementation="triton"),
+    "triton-single_pass": dict(implementation="triton", postmix_backward="single_pass"),
+    "triton-grouped-single_pass": dict(
+        implementation="triton", postmix_backward="single_pass", vha_postmix_grouped=True
+    ),
+    "mosaic-single_pass": dict(implementation="mosaic", postmix_backward="single_pass", **FOR_MOSAIC),
+}
+
+
+@pytest.mark.parametrize("changes", KERNELS.values(), ids=KERNELS)
+def test_kernels_in_interpret_mode(changes):
+    layer = make_layer(small_config(**changes))
+    x, g = make_input(layer.cfg, 2, 2 if changes["implementation"] == "mosaic" else 7)
     with dispatch.interpret():
-        unfused, fused = flipped(layer, x, None, run=apply)
+        unfused, fused = flipped(layer, x, g)
     assert_trees_bitwise_equal(unfused, fused, names=("unfused", "fused"))
+    assert all(jnp.any(leaf) for leaf in (fused["params"]["postmix_u"], fused["params"]["postmix_v"]))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_training_steps_with_the_single_pass(grouped):
+    """Three steps, each from the parameters that the last one left: no bit of any of them depends on the switch."""
+    cfg = small_config(vha_postmix_grouped=grouped, postmix_backward="single_pass", gated_attention=True)
+    x, g = make_input(cfg, 3, 24)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(layer):
+        def loss(layer):
+            y, _ = layer(x, common.SEGMENTS)
+            return jnp.sum((jax.nn.silu(y) * g).astype(jnp.float32))
+
+        value, gradient = jax.value_and_grad(loss)(layer)
+        return jax.tree.map(lambda p, d: p - (0.1 * d).astype(p.dtype), layer, gradient), value
+
+    results = []
+    for fuse in (False, True):
+        layer, losses = make_layer(cfg, fuse_inv_rope=fuse), []
+        before = nnx.to_pure_dict(nnx.state(jax.tree.map(jnp.copy, layer)))
+        for _ in range(3):
+            layer, value = step(layer)
+            losses.append(value)
+        assert layer.fuse_inv_rope is fuse
+        results.append((nnx.to_pure_dict(nnx.state(layer)), losses))
+    assert_trees_bitwise_equal(*results, names=("unfused", "fused"))
+    assert jnp.any(results[0][0]["postmix_u"] != before["postmix_u"])
 
 
 def test_nans_and_infinities_stay_where_they_were():
@@ -109,9 +160,11 @@ FUSES = {
     "window": dict(compress_ratios=(0, 0, 0)),
     "causal": dict(compress_ratios=(-1, -1, -1)),
     "xla-backend": dict(sparse_attention_backend="xla"),
+    "grouped": dict(vha_postmix_grouped=True),
+    "single_pass": dict(postmix_backward="single_pass"),
+    "grouped-single_pass": dict(vha_postmix_grouped=True, postmix_backward="single_pass"),
 }
 FALLS_BACK = {
-    "grouped": dict(vha_postmix_grouped=True),
     "no-postmix": dict(use_vha_attention=False),
     "no-rotation": dict(qk_rope_head_dim=0),
 }
@@ -142,22 +195,61 @@ def test_explanation_and_program_agree(changes, request):
         assert rotated == {False: 2, True: 1 if fuses else 2}
 
 
-def test_fusion_calls_its_kernel():
-    cfg = small_config()
-    layer, (x, _) = make_layer(cfg, implementation="triton"), make_input(cfg, 2, 4)
-    for layer.fuse_inv_rope, kernel in ((False, "vha_postmix"), (True, "inv_rope_vha_postmix")):
+GRADIENT_KERNELS = [
+    ("triton", {}, "", []),
+    ("triton", dict(postmix_backward="single_pass"), "", ["_bwd"]),
+    ("triton", dict(vha_postmix_grouped=True, postmix_backward="single_pass"), "grouped_", ["_bwd"]),
+    ("mosaic", dict(postmix_backward="single_pass", **FOR_MOSAIC), "", ["_bwd"]),
+]
+
+
+def gradient(layer, x):
+    return jax.grad(lambda layer, x: jnp.sum(layer(x)[0].astype(jnp.float32)), argnums=(0, 1))(layer, x)
+
+
+@pytest.mark.parametrize("implementation, changes, prefix, suffixes", GRADIENT_KERNELS)
+def test_fusion_calls_its_kernels(implementation, changes, prefix, suffixes):
+    cfg = small_config(**changes)
+    layer, (x, _) = make_layer(cfg, implementation=implementation), make_input(cfg, 2, 4)
+    for layer.fuse_inv_rope, rotation in ((False, ""), (True, "inv_rope_")):
         with dispatch.interpret():
-            assert common.kernels(common.forward_jaxpr(layer, x)) == [kernel]
-            assert layer.explain_fusions(x)["fuse_inv_rope"].implementation == "triton"
+            kernels = common.kernels(jax.make_jaxpr(gradient)(layer, x))
+            assert kernels == [f"{prefix}{rotation}vha_postmix{suffix}" for suffix in ("", *suffixes)]
+            assert layer.explain_fusions(x)["fuse_inv_rope"].implementation == implementation
 
 
 @pytest.mark.lowering
-def test_fusion_calls_its_kernel_on_cuda():
-    layer, (x, _) = make_layer(small_config()), make_input(small_config(), 2, 4)
-    for layer.fuse_inv_rope in (False, True):
-        text = program.lower_for_cuda(lambda layer, x: layer(x)[0], layer, x)
-        assert ("inv_rope_vha_postmix" in text) == layer.fuse_inv_rope
-        assert "vha_postmix" in text
+@pytest.mark.parametrize("implementation, changes, prefix, suffixes", GRADIENT_KERNELS)
+def test_fusion_calls_its_kernels_on_cuda(implementation, changes, prefix, suffixes):
+    """Those of the implementation that is chosen there, for none is named."""
+    cfg = small_config(**changes)
+    layer, (x, _) = make_layer(cfg), make_input(cfg, 2, 4)
+    for layer.fuse_inv_rope, rotation in ((False, ""), (True, "inv_rope_")):
+        text = program.lower_for_cuda(gradient, layer, x)
+        assert ("mosaic_gpu_v2" in text) == (implementation == "mosaic")
+        assert program.cuda_kernels(text) == [f"{prefix}{rotation}vha_postmix{suffix}" for suffix in ("", *suffixes)]
+
+
+@pytest.mark.parametrize(
+    "capability, changes, implementation",
+    [
+        ((9, 0), {}, "mosaic"),
+        ((9, 0), dict(dtype="float16", rope_rounding="once"), "mosaic"),
+        ((9, 0), dict(vha_postmix_grouped=True), "triton"),
+        ((9, 0), dict(num_attention_heads=32), "triton"),
+        ((9, 0), dict(head_dim=576), "triton"),
+        ((8, 0), {}, "triton"),
+        ((10, 0), {}, "triton"),
+    ],
+)
+@pytest.mark.parametrize("fuse", [False, True])
+def test_which_kernel_serves_the_production_widths(faked_target, capability, changes, implementation, fuse):
+    cfg = DSv4Config(**changes)
+    assert (cfg.num_attention_heads, cfg.head_dim) == (64, 512) or changes
+    layer = nnx.eval_shape(lambda: DSv4HybridSelfAttention(cfg, rngs=nnx.Rngs(0), fuse_inv_rope=fuse))
+    faked_target("gpu", capability)
+    status = layer.explain_fusions()["fuse_inv_rope"]
+    assert (status.active, status.implementation) == (fuse, implementation)
 
 
 def test_reasons_name_what_stands_in_the_way():
@@ -165,7 +257,7 @@ def test_reasons_name_what_stands_in_the_way():
         return make_layer(small_config(**changes)).explain_fusions()["fuse_inv_rope"].reason
 
     assert "fuse_inv_rope is False" in reason()
-    assert "vha_postmix_grouped" in reason(vha_postmix_grouped=True)
+    assert "fuse_inv_rope is False" in reason(vha_postmix_grouped=True)
     assert "use_vha_attention" in reason(use_vha_attention=False)
     assert "qk_rope_head_dim" in reason(qk_rope_head_dim=0)
 
@@ -181,7 +273,6 @@ def test_dtype_that_no_kernel_serves_falls_back(monkeypatch):
 
 
 NEVER = {
-    "grouped": ("fuse_inv_rope", "vha_postmix_grouped", FALLS_BACK["grouped"]),
     "no-postmix": ("fuse_inv_rope", "use_vha_attention", FALLS_BACK["no-postmix"]),
     "no-rotation": ("fuse_inv_rope", "qk_rope_head_dim", FALLS_BACK["no-rotation"]),
     "xla": ("fuse_kv_index_remap", "sparse_attention_backend", dict(sparse_attention_backend="xla")),
@@ -202,38 +293,40 @@ def test_flag_that_can_never_fire_warns(switch, field, changes):
     assert layer.explain_fusions()[switch].active is False
 
 
-def test_flags_that_can_fire_do_not_warn():
+@pytest.mark.parametrize("grouped", [False, True])
+def test_flags_that_can_fire_do_not_warn(grouped):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        make_layer(small_config(), fuse_inv_rope=True, fuse_kv_index_remap=True)
+        make_layer(small_config(vha_postmix_grouped=grouped), fuse_inv_rope=True, fuse_kv_index_remap=True)
 
 
 @pytest.mark.parametrize("kind", ["default", "grouped", "no-postmix", "no-rotation"])
 def test_what_is_named_runs_or_raises(kind):
     cfg = small_config(**(FUSES | FALLS_BACK)[kind])
     x, _ = make_input(cfg, 1, 4)
-    for error, switch, name in (
-        (NotImplementedError, "postmix_backward", "single_pass"),
-        (NotImplementedError, "implementation", "mosaic"),
-        (NotImplementedError, "implementation", "jax_triton"),
-        (ValueError, "implementation", "triton"),
-    ):
-        layer = make_layer(cfg, **{switch: name})
+    for name in ("mosaic", "jax_triton", "triton"):
+        layer = make_layer(cfg, implementation=name)
         for ask in (layer.explain_fusions, lambda x, layer=layer: common.forward_jaxpr(layer, x)):
-            with pytest.raises(error, match=name):
+            with pytest.raises(ValueError, match=f"implementation '{name}' cannot run here: it needs an NVIDIA GPU"):
                 ask(x)
     layer.implementation = "xla"
-    common.forward_jaxpr(layer, x)
-    assert layer.explain_fusions(x)["fuse_inv_rope"].implementation == (None if kind == "no-postmix" else "xla")
+    for layer.postmix_backward in ("dot_general", "single_pass"):
+        common.forward_jaxpr(layer, x)
+        assert layer.explain_fusions(x)["fuse_inv_rope"].implementation == (None if kind == "no-postmix" else "xla")
 
 
-def test_no_kernel_is_named_for_the_grouped_postmix():
-    layer = make_layer(small_config(vha_postmix_grouped=True))
-    with dispatch.interpret():
-        assert layer.explain_fusions()["fuse_inv_rope"].implementation == "xla"
-        layer.implementation = "triton"
-        with pytest.raises(ValueError, match="'triton' cannot run the grouped postmix"):
-            layer.explain_fusions()
+def test_a_kernel_that_does_not_serve_a_layer_says_why():
+    for changes, reason in (
+        (FOR_MOSAIC | dict(vha_postmix_grouped=True), "it does not serve the grouped postmix"),
+        ({}, "it serves 64 heads, not 4"),
+        (FOR_MOSAIC | dict(head_dim=96), "it serves multiples of 128 as head_dim, not 96"),
+        (FOR_MOSAIC | dict(dtype="float32"), "it serves bfloat16 and float16, not float32"),
+    ):
+        layer = make_layer(small_config(**changes), implementation="mosaic")
+        x, _ = make_input(layer.cfg, 1, 2)
+        for ask in (layer.explain_fusions, lambda x, layer=layer: common.forward_jaxpr(layer, x)):
+            with dispatch.interpret(), pytest.raises(ValueError, match=f"'mosaic' cannot run here: {reason}"):
+                ask(x)
 
 
 def test_what_is_not_built_raises_when_made():

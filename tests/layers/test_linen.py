@@ -231,7 +231,7 @@ def test_unbuilt_layers_raise_as_in_nnx():
 
 
 def test_fusion_that_can_never_fire_warns_once():
-    cfg = small_config(vha_postmix_grouped=True, sparse_attention_backend="xla")
+    cfg = small_config(use_vha_attention=False, sparse_attention_backend="xla")
     for _ in range(2):  # each time that a user makes one
         with pytest.warns(UserWarning, match="has no effect") as record:
             twin = linen.DecoderBlock(cfg, 0, **FUSIONS)

@@ -31,8 +31,16 @@ def _gradients(function, **options):
     return run
 
 
-def test_vmap():
-    cfg = small_config(dtype="float16")  # no other flip test on a CPU has it
+POSTMIXES = pytest.mark.parametrize(
+    "postmix",
+    [{}, dict(vha_postmix_grouped=True, postmix_backward="single_pass")],
+    ids=["default", "grouped-single_pass"],
+)
+
+
+@POSTMIXES
+def test_vmap(postmix):
+    cfg = small_config(dtype="float16", **postmix)
     layer, (x, g) = make_layer(cfg), make_input(cfg, 2, 16)
     one_by_one = lambda layer, x: jax.vmap(lambda x: apply(layer, x))(x[:, None])[:, 0]  # noqa: E731
     unfused, fused = flipped(layer, x, g, run=_gradients(one_by_one))
@@ -40,10 +48,11 @@ def test_vmap():
     assert jnp.count_nonzero(fused["params"]["postmix_u"]) > 0
 
 
-def test_remat_is_no_remat_fused_or_not():
+@POSTMIXES
+def test_remat_is_no_remat_fused_or_not(postmix):
     """With every rounding kept: XLA may carry a bf16 value on in f32, and does so elsewhere in a recomputation."""
     exact = dict(compiler_options={"xla_allow_excess_precision": False})  # as XLA_FLAGS sets for a whole process
-    cfg = small_config()
+    cfg = small_config(**postmix)
     layer, (x, g) = make_layer(cfg), make_input(cfg, 2, 16)
     kept = _gradients(apply, **exact)(layer, x, g)
     unfused, fused = flipped(layer, x, g, run=_gradients(jax.checkpoint(apply), **exact))
@@ -65,7 +74,7 @@ def test_nnx_jit_grad_and_remat():
 
 
 def test_donated_stack_of_layers_under_scan():
-    cfg = small_config()
+    cfg = small_config(postmix_backward="single_pass")
     layers = [make_layer(cfg, i, seed=i) for i in range(3)]
     x, g = make_input(cfg, 2, 16)
 
@@ -91,8 +100,9 @@ def test_donated_stack_of_layers_under_scan():
         jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
 
-def test_frozen_postmix_computes_no_gradient_of_it():
-    cfg = small_config()
+@POSTMIXES
+def test_frozen_postmix_computes_no_gradient_of_it(postmix):
+    cfg = small_config(**postmix)
     layer, (x, g) = make_layer(cfg), make_input(cfg, 2, 16)
     is_postmix = nnx.Any(nnx.PathContains("postmix_u"), nnx.PathContains("postmix_v"))
 
@@ -101,26 +111,29 @@ def test_frozen_postmix_computes_no_gradient_of_it():
         _, pull = jax.vjp(lambda trained, x: apply(nnx.merge(graphdef, frozen, trained), x), trained, x)
         return pull(g)
 
-    def square_products(frozen):
+    def products(frozen):
         jaxpr = jax.make_jaxpr(functools.partial(gradients, frozen=frozen))(layer).jaxpr
-        square = (cfg.num_attention_heads,) * 2
+        heads = cfg.num_attention_heads
+        shape = layer.postmix_u[...].shape if cfg.vha_postmix_grouped else (heads, heads)  # dU's and dV's, or dM's
         products = [e for e in program.equations(jaxpr) if e.primitive.name == "dot_general"]
-        return sum(e.outvars[0].aval.shape == square for e in products)
+        return sum(e.outvars[0].aval.shape == shape for e in products)
 
     results = []
     for layer.fuse_inv_rope in (False, True):
         # What is left is M = V U^T + I itself.
-        assert (square_products(nnx.Nothing()), square_products(is_postmix)) == (2, 1)
+        wanted = (2, 0) if cfg.vha_postmix_grouped else (2, 1)
+        assert (products(nnx.Nothing()), products(is_postmix)) == wanted
         results.append(jax.jit(functools.partial(gradients, frozen=is_postmix))(layer))
     (unfused, unfused_dx), (fused, fused_dx) = results
     assert_trees_bitwise_equal(*(nnx.to_pure_dict(s) for s in (unfused, fused)), names=("unfused", "fused"))
     assert_trees_bitwise_equal(unfused_dx, fused_dx, names=("unfused", "fused"))
 
 
-def test_shard_map_over_the_batch():
+@POSTMIXES
+def test_shard_map_over_the_batch(postmix):
     if jax.device_count() < 4:
         pytest.skip("needs 4 devices: set XLA_FLAGS=--xla_force_host_platform_device_count=4")
-    cfg = small_config(gated_attention=True)
+    cfg = small_config(gated_attention=True, **postmix)
     layer, (x, g) = make_layer(cfg), make_input(cfg, 4, 24)
     segment_ids = np.concatenate([common.SEGMENTS, common.SEGMENTS[:1]])
     auto = (jax.sharding.AxisType.Auto,)

@@ -1,12 +1,14 @@
 """From KV ids local to a batch entry to ids in the flat KV of the whole batch, which sparse-attention kernels read."""
 
+import importlib
+
 import numpy as np
 from jaxtyping import Array, Int, Int32
 
 from dsv4_fusions import dispatch, numerics
 from dsv4_fusions.ops.kv_index_remap import reference
 
-_LATER = dispatch.NotBuilt("not built yet")
+_NO_MOSAIC = dispatch.NotBuilt("the remap has no Mosaic kernel: XLA's code and Triton's already run at the memory roof")
 
 
 def _ids(local_index) -> Int[Array, "batch tokens topk"]:
@@ -21,7 +23,12 @@ def _ids(local_index) -> Int[Array, "batch tokens topk"]:
 
 def remap_implementation(implementation: str | None = None, elements: int = 0) -> str:
     """The implementation that remaps tables of `elements` ids per batch entry; raises as `dispatch.choose` does."""
-    unsupported = {"mosaic": _LATER, "triton": _triton_unsupported(elements), "jax_triton": _LATER, "xla": None}
+    unsupported = {
+        "mosaic": _NO_MOSAIC,
+        "triton": _triton_unsupported(elements),
+        "jax_triton": dispatch.jax_triton_unsupported(),
+        "xla": None,
+    }
     return dispatch.choose(implementation, unsupported)
 
 
@@ -44,7 +51,7 @@ def local_to_flat_kv_index(
       local_index: [batch, tokens, topk] int32 or int64. Where JAX has no int64, NumPy's is taken as int32 and checked
         to fit; but what is an argument of the caller's own `jit`, JAX has wrapped to int32 before this op sees it.
       kv_len: rows of KV per batch entry, a Python int > 0 of any size.
-      implementation: "triton", "xla", or None for the first of them that runs on the target.
+      implementation: "triton", "jax_triton", "xla", or None for the first of them that runs on the target.
 
     Returns:
       [batch * tokens, topk] int32. Integers: no gradient flows through.
@@ -53,7 +60,7 @@ def local_to_flat_kv_index(
       TypeError: local_index is not int32 or int64, or kv_len is not a Python int.
       ValueError: another rank, kv_len <= 0, a NumPy value outside int32 where JAX has no int64, or an implementation
         that is unknown or cannot run here.
-      NotImplementedError: an implementation that is not built yet.
+      NotImplementedError: "mosaic".
 
     The sign test and the wrap are those of PaddleFleet PR #1772.
     """
@@ -65,8 +72,7 @@ def local_to_flat_kv_index(
     batch, tokens, topk = ids.shape
     chosen = remap_implementation(implementation, tokens * topk)
     nothing_to_compute = ids.size == 0 or (batch == 1 and ids.dtype == np.int32)
-    if chosen == "triton" and not nothing_to_compute:
-        from dsv4_fusions.ops.kv_index_remap import triton  # Pallas loads only where it is used
-
-        return triton.local_to_flat(ids, int(kv_len))
-    return reference.local_to_flat(ids, int(kv_len))
+    if chosen == "xla" or nothing_to_compute:
+        return reference.local_to_flat(ids, int(kv_len))
+    kernels = importlib.import_module(f"{__name__}.{chosen}")  # Pallas and jax-triton load only where they are used
+    return kernels.local_to_flat(ids, int(kv_len))

@@ -1,0 +1,78 @@
+"""Every kernel once under compute-sanitizer's memcheck, at a small shape with ragged ends."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ERROR = 99  # exit code that memcheck is told to use
+
+EVERY_KERNEL = """
+import importlib.util, itertools
+import cases, jax, jax.numpy as jnp
+import dsv4_fusions as dsv4
+from dsv4_fusions.ops.inv_rope_postmix import BACKWARDS
+names = ["mosaic", "triton"] + ["jax_triton"] * (importlib.util.find_spec("jax_triton") is not None)
+def run(case, name, groups=None):
+    o, u, v, tables, g = case.operands()
+    for path in (cases.unfused, cases.fused):
+        jax.block_until_ready(cases.step(path, groups, implementation=name, backward="single_pass")(o, u, v, tables, g))
+    weights = [dsv4.postmix_matrix(u, v)] if groups is None else [w.reshape(groups, -1, w.shape[1]) for w in (u, v)]
+    fused = lambda o, *w: cases.fused(o, *w, tables, implementation=name, backward="single_pass")
+    frozen = jax.jit(lambda o, g, *w: jax.vjp(lambda o: fused(o, *w), o)[1](g))(o, g, *weights)
+    alone = jax.jit(lambda o, g, *w: jax.vjp(lambda *w: fused(o, *w), *w)[1](g))(o, g, *weights)
+    jax.block_until_ready((frozen, alone))
+for name in names:
+    run(cases.Postmix(77, 64, 256, 50), name)
+    if name != "mosaic":
+        run(cases.Postmix(21, 12, 136, 50), name)
+        run(cases.Postmix(21, 12, 136, 50), name, groups=4)
+    if name != "mosaic":
+        ids = jnp.arange(3 * 7 * 350, dtype=jnp.int32).reshape(3, 7, 350)
+        jax.block_until_ready(jax.jit(lambda ids: dsv4.local_to_flat_kv_index(ids, 5, name))(ids))
+print("ran", *names)
+"""
+
+OUT_OF_BOUNDS = """
+import jax, jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+def kernel(x_ref, y_ref):
+    triton.store(y_ref.at[jnp.arange(16) + 2**22], x_ref[...])
+spec = jax.ShapeDtypeStruct((16,), jnp.float32)
+x = jnp.ones(16)
+print("ran", jax.block_until_ready(
+    pl.pallas_call(kernel, out_shape=spec, compiler_params=triton.CompilerParams(num_warps=1))(x)))
+"""
+
+
+def memcheck(program):
+    """Exit code and output of a Python program under memcheck, every array an allocation of its own."""
+    root = pathlib.Path(__file__).parents[2]
+    environment = os.environ | {
+        "PYTHONPATH": f"{root}:{root / 'tests'}:{os.environ.get('PYTHONPATH', '')}",
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+        "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+    }
+    tool = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", str(ERROR)]
+    done = subprocess.run([*tool, sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def working_memcheck():
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("needs compute-sanitizer, which CUDA's toolkit brings")
+    code, output = memcheck(OUT_OF_BOUNDS)
+    if "not supported" in output.lower():
+        pytest.skip("compute-sanitizer does not support this machine's GPU")
+    assert code != 0 and "Invalid __global__ write" in output, f"memcheck overlooked a planted error:\n{output[-3000:]}"
+
+
+def test_memcheck_is_clean(working_memcheck):
+    code, output = memcheck(EVERY_KERNEL)
+    assert code == 0 and "ERROR SUMMARY: 0 errors" in output, output[-3000:]
+    assert "ran mosaic triton" in output
