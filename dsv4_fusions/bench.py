@@ -43,6 +43,7 @@ _CALLS, _REPEAT_SECONDS = 64, 0.04  # most calls of a repeat, and the time after
 _CHUNK = 1024  # tokens whose float32 copies the exact gradient of M holds at a time
 # Relative errors that are no longer rounding. Those of a right result in bfloat16 are a few thousandths.
 _PAIR_ERROR, _DM_ERROR = 1e-2, 2e-2
+_HEADS_ALIKE = 64  # up to so many, kernels and XLA's products give the same bits (docs/numerics.md)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,13 +245,17 @@ def find_versions(
       be no fusion, with the reason.
 
     Raises:
-      ValueError: too many tokens, an unknown implementation, or a named one that cannot run here.
+      ValueError: too many tokens, an unknown implementation, a named one that cannot run here, or a configuration
+        without a postmix over all heads.
     """
     for name in implementations or ():
         if name not in IMPLEMENTATIONS:
             raise ValueError(f"--implementation: got {name!r}, wanted one of {', '.join(IMPLEMENTATIONS)}")
     if tokens >= 2**31:
         raise ValueError(f"--tokens: got {tokens}, wanted less than 2^31")
+    for field, wanted in (("use_vha_attention", True), ("vha_postmix_grouped", False)):
+        if getattr(cfg, field) != wanted:
+            raise ValueError(f"{field}: got {not wanted}, wanted {wanted}: the postmix over all heads is measured")
     inputs = jax.eval_shape(lambda: make_inputs(cfg, tokens))
     found, absent = [], {}
     for implementation in IMPLEMENTATIONS:
@@ -479,7 +484,8 @@ def _check_results(version, results, specified, unfused, exact_dm) -> _Check:
     for name in results.keys() & {"out", "d_o"}:
         count = count_mismatches(results[name], specified[name])
         differing += count
-        if version.is_ours and count and _on_gpu():
+        # With more heads XLA's own product may sum in another order; on a CPU, so may the interpreter's.
+        if version.is_ours and count and _on_gpu() and results[name].shape[-2] <= _HEADS_ALIKE:
             wrong.append(f"{name}: {count:,} elements differ from {_specification().label}")
         if not version.is_ours:
             error = float(_relative_error(results[name], specified[name]))

@@ -47,15 +47,32 @@ def target() -> Target:
     if abstract is not None and abstract.device_kind != device.device_kind:
         if abstract.platform != "gpu":
             return Target(abstract.platform, None)
-        # JAX's own table of GPUs. Only a program lowered for another device than there is comes here.
-        from jax.experimental.pallas import triton
-
-        return Target("gpu", divmod(triton.get_gpu_info().compute_capability, 10), abstract.num_cores)
+        return Target("gpu", _capability(abstract.device_kind), abstract.num_cores)
     capability = getattr(device, "compute_capability", None)
     if device.platform != "gpu" or not isinstance(capability, str) or "." not in capability:
         return Target(device.platform, None)
     major, minor = capability.split(".")
     return Target("gpu", (int(major), int(minor)), getattr(device, "core_count", None))
+
+
+# Of devices that are not there: programs can be lowered for them. Parts of their names, the longer ones first.
+_CAPABILITIES = {
+    **{
+        "GB200": (10, 0),
+        "GH200": (9, 0),
+        "B300": (10, 3),
+        "B200": (10, 0),
+        "H200": (9, 0),
+        "H100": (9, 0),
+        "H800": (9, 0),
+    },
+    **{"A100": (8, 0), "A800": (8, 0), "A30": (8, 0), "A40": (8, 6), "A10": (8, 6), "L40": (8, 9), "L4": (8, 9)},
+    **{"T4": (7, 5), "V100": (7, 0), "RTX PRO 6000 Blackwell": (12, 0), "RTX 6000 Ada": (8, 9), "RTX A6000": (8, 6)},
+}
+
+
+def _capability(device_kind):
+    return next((capability for part, capability in _CAPABILITIES.items() if part in device_kind), None)
 
 
 @contextlib.contextmanager
@@ -72,9 +89,12 @@ def interpreting() -> bool:
 
 def triton_unsupported() -> str | None:
     """Why a kernel of the Pallas Triton backend cannot run on the target, None if it can."""
-    return _switched_off() or (
+    reason = _switched_off() or (
         None if interpreting() else _lacks(lambda capability: capability >= (8, 0), "8.0 or higher")
     )
+    if reason is None and importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+        reason = "this version of JAX has no Pallas Triton backend"
+    return reason
 
 
 def mosaic_unsupported() -> str | None:

@@ -43,7 +43,7 @@ def test_triton_runs_from_capability_8_0_without_an_upper_bound(faked_target, ca
     for dtype in ("bfloat16", "float16"):
         assert postmix_choice(dtype, 64, 512, 64, implementation="triton") == ("triton", None)
         # what Mosaic does not serve on any chip
-        for call in ((dtype, 48, 512, 64), (dtype, 64, 500, 64), (dtype, 64, 512, 64, True)):
+        for call in ((dtype, 48, 512, 64), (dtype, 64, 500, 64), (dtype, 64, 512, 64, 8)):
             assert postmix_choice(*call) == ("triton", None)
 
 
@@ -107,23 +107,23 @@ def test_the_rotation_does_not_change_the_choice(faked_target, rope_dim):
     for target in (("gpu", (9, 0)), ("gpu", (8, 0)), ("cpu", None)):
         faked_target(*target)
         for dtype in ("bfloat16", "float32"):
-            for grouped in (False, True):
-                chosen, _ = postmix_choice(dtype, 64, 512, rope_dim, grouped)
-                assert chosen == postmix_choice(dtype, 64, 512, 2, grouped)[0]
+            for groups in (None, 8):
+                chosen, _ = postmix_choice(dtype, 64, 512, rope_dim, groups)
+                assert chosen == postmix_choice(dtype, 64, 512, 2, groups)[0]
 
 
 def test_what_no_kernel_serves_falls_back_on_a_gpu_and_fuses_on_a_cpu(faked_target):
     faked_target("gpu", (9, 0))
-    for grouped in (False, True):
+    for groups in (None, 8):
         for implementation, reason in [
-            postmix_choice("float32", 64, 512, 64, grouped),
-            postmix_choice(*PRODUCTION, grouped, implementation="xla"),
+            postmix_choice("float32", 64, 512, 64, groups),
+            postmix_choice(*PRODUCTION, groups, implementation="xla"),
         ]:
             assert implementation == "xla" and "no kernel serves this call" in reason
     faked_target("cpu", None)
     for dtype in ("float32", "bfloat16"):
-        for grouped in (False, True):
-            assert postmix_choice(dtype, 64, 512, 64, grouped) == ("xla", None)
+        for groups in (None, 8):
+            assert postmix_choice(dtype, 64, 512, 64, groups) == ("xla", None)
 
 
 def test_rope_dim_0_falls_back(faked_target):
@@ -134,21 +134,21 @@ def test_rope_dim_0_falls_back(faked_target):
 
 
 @pytest.mark.parametrize(
-    "heads, head_dim, dtype, grouped, reason",
+    "heads, head_dim, dtype, groups, reason",
     [
-        (32, 512, "bfloat16", False, "it serves 64 heads, not 32"),
-        (128, 512, "bfloat16", False, "it serves 64 heads, not 128"),
-        (64, 64, "bfloat16", False, "it serves multiples of 128 as head_dim, not 64"),
-        (64, 0, "bfloat16", False, "it serves multiples of 128 as head_dim, not 0"),
-        (64, 512, "float32", False, "it serves bfloat16 and float16, not float32"),
-        (64, 512, "bfloat16", True, "it does not serve the grouped postmix"),
+        (32, 512, "bfloat16", None, "it serves 64 heads, not 32"),
+        (128, 512, "bfloat16", None, "it serves 64 heads, not 128"),
+        (64, 64, "bfloat16", None, "it serves multiples of 128 as head_dim, not 64"),
+        (64, 0, "bfloat16", None, "it serves multiples of 128 as head_dim, not 0"),
+        (64, 512, "float32", None, "it serves bfloat16 and float16, not float32"),
+        (64, 512, "bfloat16", 8, "it does not serve the grouped postmix"),
     ],
 )
-def test_what_mosaic_does_not_serve(faked_target, heads, head_dim, dtype, grouped, reason):
+def test_what_mosaic_does_not_serve(faked_target, heads, head_dim, dtype, groups, reason):
     faked_target("gpu", (9, 0))
     with pytest.raises(ValueError, match=f"implementation 'mosaic' cannot run here: {reason}"):
-        postmix_choice(dtype, heads, head_dim, 64, grouped, "mosaic")
-    assert postmix_choice(dtype, heads, head_dim, 64, grouped)[0] == ("xla" if dtype == "float32" else "triton")
+        postmix_choice(dtype, heads, head_dim, 64, groups, "mosaic")
+    assert postmix_choice(dtype, heads, head_dim, 64, groups)[0] == ("xla" if dtype == "float32" else "triton")
 
 
 def test_target_is_the_abstract_mesh_device_else_the_default_device():
@@ -180,8 +180,8 @@ def test_kill_switch(faked_target, monkeypatch, with_jax_triton):
     faked_target("gpu", (9, 0))
     with_jax_triton(True)
     monkeypatch.setenv(dispatch.DISABLE_KERNELS, "1")
-    for grouped in (False, True):
-        assert postmix_choice(*PRODUCTION, grouped)[0] == "xla"
+    for groups in (None, 8):
+        assert postmix_choice(*PRODUCTION, groups)[0] == "xla"
     for name in ("mosaic", "triton", "jax_triton"):
         with pytest.raises(ValueError, match=dispatch.DISABLE_KERNELS):
             postmix_choice(*PRODUCTION, implementation=name)
@@ -212,3 +212,21 @@ def test_operands_and_outputs_agree_on_their_manual_axes():
 
     jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d")))(jnp.ones(4), jnp.ones(1))
     assert all(axes.varying == {"d"} for axes in seen[0])
+
+
+def test_triton_mixes_up_to_128_heads(faked_target):
+    faked_target("gpu", (9, 0))
+    assert postmix_choice("bfloat16", 128, 512, 64)[0] == "triton"
+    assert postmix_choice("bfloat16", 256, 512, 64)[0] == "xla"
+    assert postmix_choice("bfloat16", 256, 512, 64, groups=2)[0] == "triton"
+    with pytest.raises(ValueError, match="'triton' cannot run here: it serves up to 128 heads that are mixed, not 129"):
+        postmix_choice("bfloat16", 129, 512, 64, implementation="triton")
+
+
+def test_a_jax_without_the_pallas_triton_backend(faked_target, monkeypatch):
+    faked_target("gpu", (8, 0))
+    find = dispatch.importlib.util.find_spec
+    missing = "jax.experimental.pallas.triton"
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None if name == missing else find(name))
+    assert postmix_choice(*PRODUCTION)[0] in ("jax_triton", "xla")
+    assert "no Pallas Triton backend" in dispatch.triton_unsupported()

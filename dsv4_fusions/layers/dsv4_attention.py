@@ -178,7 +178,7 @@ class DSv4HybridSelfAttention(Switches, nnx.Module):
             cfg.num_attention_heads,
             cfg.head_dim,
             cfg.qk_rope_head_dim,
-            grouped=cfg.vha_postmix_grouped,
+            groups=cfg.o_groups if cfg.vha_postmix_grouped else None,
             implementation=self.implementation,
         )
         reason = never_active(cfg).get("fuse_inv_rope") or falls_back

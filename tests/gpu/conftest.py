@@ -3,6 +3,8 @@
 import jax
 import pytest
 
+from dsv4_fusions import dispatch
+
 # In the names of tests that need several GiB, and how many of them run at a time.
 LARGE = ("production", "32_bits", "2_31", "processes", "xla_flags", "memcheck")
 LARGE_AT_A_TIME = 4
@@ -23,3 +25,5 @@ def pytest_collection_modifyitems(items):
 def pytest_runtest_setup(item):
     if jax.default_backend() != "gpu":
         pytest.skip(f"needs an NVIDIA GPU, and JAX's default backend here is {jax.default_backend()!r}")
+    if "mosaic" in item.name and (reason := dispatch.mosaic_unsupported()):
+        pytest.skip(f"mosaic: {reason}")

@@ -16,7 +16,7 @@ import pytest
 from cases import PRODUCTION
 
 import dsv4_fusions as dsv4
-from dsv4_fusions import rope
+from dsv4_fusions import dispatch, rope
 from dsv4_fusions.ops.inv_rope_postmix import BACKWARDS, Wanted, mosaic, postmix_choice, reference, triton
 from dsv4_fusions.testing import assert_trees_bitwise_equal, count_mismatches
 
@@ -44,7 +44,7 @@ def test_one_row():
     case = cases.Postmix(1, 64, 512, 64)
     o, u, v, tables, _ = case.operands()
     m = dsv4.postmix_matrix(u, v)
-    for implementation in KERNELS:
+    for implementation in available_kernels():
         assert_trees_bitwise_equal(
             jitted(cases.unfused, "xla")(o, m, tables), jitted(cases.fused, implementation)(o, m, tables)
         )
@@ -210,7 +210,8 @@ def test_production_shape_error_of_the_weight_gradient(production, implementatio
         return np.linalg.norm(np.asarray(dm, np.float64) - exact) / np.linalg.norm(exact)
 
     ours = error(cases.fused, backward="single_pass", implementation=implementation)
-    assert ours <= 1.005 * min(error(plain_einsum), error(plain_batched))  # both are one rounding to bf16
+    # Both are the error of the one rounding to bf16, of sums that differ in their last f32 bits: equal to three digits.
+    assert ours <= 1.005 * min(error(plain_einsum), error(plain_batched))
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
@@ -284,7 +285,7 @@ def test_xla_flags(flag):
         "from dsv4_fusions.testing import assert_trees_bitwise_equal as check\n"
         "operands = cases.Postmix(4096, 64, 512, 64).operands()\n"
         "xla = cases.step(cases.unfused, implementation='xla')(*operands)\n"
-        "for i, b in itertools.product(('mosaic', 'triton', 'xla'), ('dot_general', 'single_pass')):\n"
+        f"for i, b in itertools.product({[*available_kernels(), 'xla']}, ('dot_general', 'single_pass')):\n"
         "    unfused, fused = (\n"
         "        cases.step(p, implementation=i, backward=b)(*operands) for p in (cases.unfused, cases.fused)\n"
         "    )\n"
@@ -293,6 +294,11 @@ def test_xla_flags(flag):
         "print('equal')\n"
     )
     assert run_program(program, flag).strip() == "equal"
+
+
+def available_kernels():
+    unsupported = {"mosaic": dispatch.mosaic_unsupported(), "triton": dispatch.triton_unsupported()}
+    return [name for name, reason in unsupported.items() if reason is None]
 
 
 def run_program(program, flags):
@@ -304,18 +310,16 @@ def run_program(program, flags):
     return done.stdout
 
 
-@pytest.mark.parametrize("backward", BACKWARDS)
-def test_two_processes_agree(backward):
-    """ "dot_general" with autotuning off, so that XLA's weight gradient takes the same algorithm in both; "single_pass"
-    as it is."""
+@pytest.mark.parametrize("backward, flags", [*[(b, FLAGS[1]) for b in BACKWARDS], ("single_pass", "")])
+def test_two_processes_agree(backward, flags):
+    """With autotuning off, so that XLA's weight gradients take the same algorithm in both, and without."""
     program = (
         "import cases, hashlib, numpy as np\n"
         "operands = cases.Postmix(2048, 64, 512, 64).operands()\n"
-        "for implementation in ('mosaic', 'triton'):\n"
+        f"for implementation in {available_kernels() + ['xla'] * bool(flags)}:\n"
         f"    results = cases.step(cases.fused, implementation=implementation, backward='{backward}')(*operands)\n"
         "    print(hashlib.sha256(b''.join(np.asarray(x).tobytes() for x in results)).hexdigest())\n"
     )
-    flags = "--xla_gpu_autotune_level=0" if backward == "dot_general" else ""
     hashes = [run_program(program, flags) for _ in range(2)]
     assert hashes[0] == hashes[1]
     assert len(hashes[0].split()[0]) == len(hashlib.sha256(b"").hexdigest())

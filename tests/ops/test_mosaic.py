@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as simulator
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from program import kernels
 
@@ -15,6 +14,9 @@ import dsv4_fusions as dsv4
 from dsv4_fusions import dispatch
 from dsv4_fusions.ops.inv_rope_postmix import Wanted, mosaic
 from dsv4_fusions.testing import assert_trees_bitwise_equal
+
+# JAX has no public name for the races that its simulator finds.
+simulator = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call", exc_type=ImportError)
 
 KINDS = {
     "forward": None,

@@ -17,13 +17,10 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
 from dsv4_fusions import dispatch, rope
-from dsv4_fusions.ops.inv_rope_postmix import reference
+from dsv4_fusions.ops.inv_rope_postmix import reference, tiling
 
 Backward = Literal["dot_general", "single_pass"]
 BACKWARDS = ("dot_general", "single_pass")
-_KERNEL_DTYPES = ("bfloat16", "float16")
-_MOSAIC_HEADS = (64,)
-_MOSAIC_CHANNELS = 128
 
 
 def postmix_matrix(u: Float[Array, "heads rank"], v: Float[Array, "heads rank"]) -> Float[Array, "heads heads"]:
@@ -59,7 +56,7 @@ def vha_postmix(
       m: [heads, heads] in x's dtype (see `postmix_matrix`).
       backward: "dot_general" takes both gradients from the transpose of the forward's own dot_general. "single_pass"
         computes both in one pass over x and the incoming gradient; the gradient of m is summed in f32 over chunks of a
-        fixed number of tokens, and the chunks in a fixed order: an implementation gives the same bits every time.
+        fixed number of tokens, and the chunks in a fixed order, so that a kernel gives the same bits every time.
       implementation: "mosaic", "triton", "jax_triton", "xla", or None for the first of them that serves the call.
 
     Returns:
@@ -117,7 +114,7 @@ def grouped_postmix(
       x: [..., tokens, heads, head_dim], bfloat16, float16 or float32.
       u: [groups, heads // groups, rank] in x's dtype.
       v: like u.
-      backward: see `vha_postmix`; the gradients are those of u and v.
+      backward: see `vha_postmix`; "dot_general" takes the gradients of x, u and v from products of XLA's.
       implementation: see `vha_postmix`; "mosaic" does not serve this op.
 
     Returns:
@@ -158,7 +155,7 @@ def inv_rope_grouped_postmix(
 
 
 def postmix_choice(
-    dtype, heads: int, head_dim: int, rope_dim: int, grouped: bool = False, implementation: str | None = None
+    dtype, heads: int, head_dim: int, rope_dim: int, groups: int | None = None, implementation: str | None = None
 ) -> tuple[str, str | None]:
     """Which implementation serves a postmix, fused or not, and whether the inverse RoPE is folded into it.
 
@@ -166,7 +163,7 @@ def postmix_choice(
       dtype: of the activations.
       heads, head_dim: of the activations.
       rope_dim: rotary channels.
-      grouped: the postmix within groups of heads.
+      groups: of heads, for the postmix within groups; None: all heads are mixed.
       implementation: a name, or None.
 
     Returns:
@@ -175,7 +172,7 @@ def postmix_choice(
     Raises:
       ValueError: an implementation that is unknown or cannot run here.
     """
-    chosen = dispatch.choose(implementation, _unsupported(jnp.dtype(dtype), heads, head_dim, grouped))
+    chosen = dispatch.choose(implementation, _unsupported(jnp.dtype(dtype), heads, head_dim, groups))
     if rope_dim == 0:
         return chosen, "rope_dim is 0: there is nothing to rotate"
     platform = dispatch.target().platform
@@ -184,22 +181,23 @@ def postmix_choice(
     return chosen, None
 
 
-def _unsupported(dtype, heads, head_dim, grouped) -> dict[str, str | None]:
+def _unsupported(dtype, heads, head_dim, groups) -> dict[str, str | None]:
     # None of these may depend on the rotation: with it and without it the same implementation must be chosen.
-    wrong_dtype = None
-    if dtype.name not in _KERNEL_DTYPES:
-        wrong_dtype = f"it serves {' and '.join(_KERNEL_DTYPES)}, not {dtype.name}"
-    wrong_shape = None
-    if grouped:
+    wrong_dtype = many_heads = wrong_shape = None
+    if dtype.name not in tiling.DTYPES:
+        wrong_dtype = f"it serves {' and '.join(tiling.DTYPES)}, not {dtype.name}"
+    if heads // (groups or 1) > tiling.MOST_HEADS:  # two tiles of more would not fit the shared memory of most chips
+        many_heads = f"it serves up to {tiling.MOST_HEADS} heads that are mixed, not {heads // (groups or 1)}"
+    if groups is not None:
         wrong_shape = "it does not serve the grouped postmix"
-    elif heads not in _MOSAIC_HEADS:
-        wrong_shape = f"it serves {' and '.join(map(str, _MOSAIC_HEADS))} heads, not {heads}"
-    elif head_dim == 0 or head_dim % _MOSAIC_CHANNELS:
-        wrong_shape = f"it serves multiples of {_MOSAIC_CHANNELS} as head_dim, not {head_dim}"
+    elif heads != tiling.MOSAIC_HEADS:
+        wrong_shape = f"it serves {tiling.MOSAIC_HEADS} heads, not {heads}"
+    elif head_dim == 0 or head_dim % tiling.MOSAIC_CHANNELS:
+        wrong_shape = f"it serves multiples of {tiling.MOSAIC_CHANNELS} as head_dim, not {head_dim}"
     return {
         "mosaic": dispatch.mosaic_unsupported() or wrong_dtype or wrong_shape,
-        "triton": dispatch.triton_unsupported() or wrong_dtype,
-        "jax_triton": dispatch.jax_triton_unsupported() or wrong_dtype,
+        "triton": dispatch.triton_unsupported() or wrong_dtype or many_heads,
+        "jax_triton": dispatch.jax_triton_unsupported() or wrong_dtype or many_heads,
         "xla": None,
     }
 
@@ -234,7 +232,11 @@ def _apply(x, weights, tables, backward, implementation):
     check_backward(backward)
     rope_dim = 0 if tables is None else tables.cos.shape[-1]
     implementation, falls_back = postmix_choice(
-        x.dtype, *x.shape[-2:], rope_dim, grouped=len(weights) == 2, implementation=implementation
+        x.dtype,
+        *x.shape[-2:],
+        rope_dim,
+        groups=len(weights[0]) if len(weights) == 2 else None,
+        implementation=implementation,
     )
     if falls_back and tables is not None:
         x, tables = rope.rotate(x, tables, inverse=True), None

@@ -17,17 +17,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dsv4_fusions import dispatch, numerics, rope
+from dsv4_fusions.ops.inv_rope_postmix.tiling import MOSAIC_CHANNELS as CHANNELS
 
-CHANNELS = 128  # of a tile
 _BLOCK = 64  # channels rotated at a time
 _STAGES = {1: 8, 2: 4}  # tiles in the ring, an even number, by the number of arrays that are read
 _OUT_TILES = 2  # of a warpgroup: one is filled while another is written out
 _RUN = 8  # consecutive tiles that a multiprocessor takes, where nothing is summed
 _CHUNK = 32  # tokens of a partial weight gradient. It fixes the reduction tree, so it must not depend on the chip.
+_MOST_ENTRIES = 65_535  # of a mapped axis in one launch
 _LAYOUT = plgpu.Layout.WGMMA
 
 
@@ -103,7 +105,7 @@ class _Call:
             memory = _Memory(take(weights), take(self.tables), take(self.streams), take(outs))
             pl.run_scoped(lambda **shared: self._kernel(memory, _Shared(**shared)), collective_axes="wg", **scratch)
 
-        outs = plgpu.kernel(
+        kernel = plgpu.kernel(
             entry,
             out_type=outs,
             grid=(self.grid,),
@@ -112,7 +114,8 @@ class _Call:
             thread_name="wg",
             kernel_name=("inv_rope_" if self.tables else "") + "vha_postmix" + ("_bwd" if self.backward else ""),
             **({"interpret": plgpu.InterpretGPUParams()} if dispatch.interpreting() else {}),
-        )(*weights, *self.tables, *self.streams)
+        )
+        outs = _over_few_entries(kernel)(*weights, *self.tables, *self.streams)
         # The kernel is traced without its operands' manual axes and gives its outputs none.
         return [dispatch.align_manual_axes(out, self.streams[0])[0] for out in outs]
 
@@ -269,6 +272,33 @@ class _Shared:
     out_tiles: object = None
     m_tile: object = None
     m_in: object = None
+
+
+def _over_few_entries(kernel):
+    """The kernel, with a rule for vmap that holds for any number of entries.
+
+    Its own makes the mapped axis one of the grid's, and all but the first of those stop at 65,535.
+    """
+
+    @custom_vmap
+    def mappable(*operands):
+        return kernel(*operands)
+
+    @mappable.def_vmap
+    def rule(axis_size, mapped, *operands):
+        entries = [x for x, is_mapped in zip(operands, mapped, strict=True) if is_mapped]
+
+        def one(entry):
+            mine = iter(entry)
+            return kernel(*(next(mine) if is_mapped else x for x, is_mapped in zip(operands, mapped, strict=True)))
+
+        if axis_size <= _MOST_ENTRIES:
+            results = jax.vmap(one)(entries)
+        else:
+            results = lax.map(one, entries, batch_size=_MOST_ENTRIES)
+        return results, [True] * len(results)
+
+    return mappable
 
 
 def _tiled(dtype):

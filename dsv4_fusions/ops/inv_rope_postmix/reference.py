@@ -41,27 +41,19 @@ def _grouped_mix(u, v, x):
 
 
 def mix_transpose(weights, x, g):
-    """(dweights, dX) by the transposes of `mix`'s own dot_generals.
+    """(dweights, dX): for M by the transposes of `mix`'s one dot_general, for (U, V) by the formulas above.
 
     None for x: no dweights. None for weights: no dX; those of the grouped postmix are needed for both.
     """
     if weights is not None and len(weights) == 2:
-        return _grouped_mix_transpose(weights, x, g)
+        dx = _add(_split(g, weights[0]), weights[0], _hidden(weights[1], _split(g, weights[0]))).reshape(g.shape)
+        return None if x is None else tuple(d.astype(g.dtype) for d in weight_gradients(weights, x, g)), dx
     dweights = dx = None
     if x is not None:
         like_m, _ = dispatch.align_manual_axes(jnp.zeros((x.shape[-2],) * 2, x.dtype), x)  # only its type is used
         dweights = jax.linear_transpose(lambda m: mix((m,), x), like_m)(g)
     if weights is not None:
         (dx,) = jax.linear_transpose(lambda x: mix(weights, x), g)(g)
-    return dweights, dx
-
-
-def _grouped_mix_transpose(weights, x, g):
-    (u, v), g_grouped = weights, _split(g, weights[0])
-    dx = _add(g_grouped, u, _hidden(v, g_grouped)).reshape(g.shape)
-    if x is None:
-        return None, dx
-    dweights = tuple(d.astype(u.dtype) for d in weight_gradients(weights, x, g))
     return dweights, dx
 
 

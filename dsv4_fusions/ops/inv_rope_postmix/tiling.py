@@ -1,9 +1,22 @@
-"""What the kernels in Pallas and in Triton's own language share: tile sizes, which fix the order of every sum, and the
-layout of their operands."""
+"""What the kernels serve, their tile sizes, which fix the order of every sum, and what the two Triton ones share.
+
+Pallas and Triton load only with the kernels, and this does not load them.
+"""
 
 import jax.numpy as jnp
 
 from dsv4_fusions import rope
+
+DTYPES = ("bfloat16", "float16")
+"""What all kernels serve."""
+MOSAIC_HEADS = 64
+"""What the Mosaic kernel serves."""
+MOSAIC_CHANNELS = 128
+"""Channels of a tile of the Mosaic kernel; it serves multiples of them."""
+MOST_HEADS = 128
+"""What the Triton kernels mix at most."""
+
+# The rest is of the two implementations in Triton.
 
 LEAST = 16
 """Extent of a tensor-core operand."""
@@ -20,12 +33,12 @@ def block(extent: int) -> int:
 
 
 def backward_stages(weights) -> int:
-    """Tiles on their way at a time in the backward, as many as shared memory holds.
+    """Tiles on their way at a time in the backward: as many as pay, and less where 99 KiB of shared memory are to do.
 
     At 16384 x 64 x 512, 4 took 1.00 ms, 3 took 1.04 and 2 took 1.25.
     """
     heads = weights[0].shape[-2]  # of a group
-    return 4 if heads <= 64 else 2 if heads <= 128 else 1
+    return 4 if heads <= 64 else 2
 
 
 def padded_weights(weights):

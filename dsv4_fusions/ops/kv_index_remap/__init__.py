@@ -8,7 +8,7 @@ from jaxtyping import Array, Int, Int32
 from dsv4_fusions import dispatch, numerics
 from dsv4_fusions.ops.kv_index_remap import reference
 
-_NO_MOSAIC = dispatch.NotBuilt("the remap has no Mosaic kernel: XLA's code and Triton's already run at the memory roof")
+_NO_MOSAIC = dispatch.NotBuilt("the remap has no Mosaic kernel")
 
 
 def _ids(local_index) -> Int[Array, "batch tokens topk"]:
