@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from program import kernels
+from program import gpu_target, kernels
 
 import dsv4_fusions as dsv4
 from dsv4_fusions import dispatch
@@ -184,3 +184,27 @@ def test_rotary_channels_that_start_anywhere():
         with dispatch.interpret():
             fused = jax.jit(functools.partial(call, "forward"))(jnp.eye(64, dtype=o.dtype), o, part, g)
         np.testing.assert_array_equal(np.asarray(fused, np.float32), np.asarray(unfused(o, part), np.float32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mapped_axis_of_any_length(kind, monkeypatch):
+    """Longer than a launch takes: several launches, with the bits of single calls."""
+    monkeypatch.setattr(mosaic, "_MOST_ENTRIES", 2)
+    m, o, tables, g = operands(cases.Postmix(1, 64, 128, 50, lead=(3,)))
+    one = functools.partial(call, kind, m)
+    with dispatch.interpret():
+        mapped = jax.jit(jax.vmap(one, in_axes=(0, None, 0)))(o, tables, g)
+        single = jax.jit(one)
+        singles = [single(o[i], tables, g[i]) for i in range(3)]
+    assert_trees_bitwise_equal(mapped, jax.tree.map(lambda *entries: jnp.stack(entries), *singles))
+
+
+def test_a_mapped_axis_does_not_exceed_the_grid():
+    """The first axis of the kernel's grid is CUDA's y: it stops at 65,535 (jax#18361)."""
+    o, _, _, tables, g = cases.Postmix(1, 64, 128, 64, lead=(70_001,)).types()
+    m = jax.ShapeDtypeStruct((64, 64), o.dtype)
+    for kind in ("forward", "both"):
+        mapped = jax.vmap(functools.partial(call, kind), in_axes=(None, 0, None, 0))
+        with gpu_target():
+            grids = [kernel.params["meshes"][0].grid for kernel in kernels(jax.make_jaxpr(mapped)(m, o, tables, g))]
+        assert sum(entries for entries, _ in grids) == 70_001 and all(entries <= 65_535 for entries, _ in grids)
