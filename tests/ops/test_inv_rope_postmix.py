@@ -129,13 +129,14 @@ ALL_CALLS = [
     *calls(FEW + cases.SMALL[:1] + cases.MEDIUM[1:2], ["xla"], ONE_PASS),
     *calls(SMALL + cases.MEDIUM, ["triton"], ONE_PASS),
     *calls(FEW, ["triton"], BY_TRANSPOSES),
-    *calls(FEW, ["xla", "triton"], ONE_PASS, *NUMBERS),
+    *calls(FEW[:2], ["xla", "triton"], ONE_PASS, *NUMBERS),
     *calls(FEW[:1], ["xla", "triton"], BY_TRANSPOSES, *NUMBERS),
     # f32 shows every change of an accumulation's order.
     *calls(cases.ODD + cases.MEDIUM[2:], ["xla"], BY_TRANSPOSES, ("float32", "each_product")),
-    *calls(FEW[:2], ["xla"], BACKWARDS, ("float32", "once")),
+    *calls(FEW[1:2], ["xla"], BACKWARDS, ("float32", "once")),
     *calls(cases.WIDE_ROTARY[:1], ["xla"], ONE_PASS),
-    *calls(cases.WIDE_ROTARY, ["triton"], ONE_PASS, ("bfloat16", "each_product"), ("float16", "once")),
+    *calls(cases.WIDE_ROTARY, ["triton"], ONE_PASS),
+    *calls(cases.WIDE_ROTARY[:1], ["triton"], ONE_PASS, ("float16", "once")),
     *calls(cases.GROUPED, ["xla"], BACKWARDS),
     *calls(cases.GROUPED, ["triton"], ONE_PASS),
     *calls(cases.GROUPED[:2], ["triton"], BY_TRANSPOSES),
@@ -150,15 +151,24 @@ SMOKE = [*FEW, cases.GROUPED[0], cases.MOSAIC[2]]
 
 @pytest.mark.parametrize(
     "case, implementation, backward",
-    [pytest.param(*call, marks=pytest.mark.smoke if call[0] in SMOKE else ()) for call in ALL_CALLS],
+    [
+        pytest.param(*call, marks=pytest.mark.smoke if call[0] in SMOKE and call[2] == "single_pass" else ())
+        for call in ALL_CALLS
+    ],
     ids=str,
 )
 def test_bitwise(case, implementation, backward):
-    assert_bitwise(case, implementation, backward)
+    results = assert_bitwise(case, implementation, backward)
+    if implementation == "triton" and case.dtype == "bfloat16" and case not in cases.MEDIUM:
+        # The weight gradients as well if they come from the same transpose. In a large product a CPU adds in another
+        # order for some of the channels than for all; with float16's ten bits that shows in small ones.
+        alike = 4 if backward == "dot_general" else 2 if case.heads < 100 else 1
+        xla = run(cases.fused, case, "xla", backward)
+        assert_trees_bitwise_equal(results[:alike], xla[:alike], names=("triton", "xla"))
 
 
 def assert_bitwise(case, implementation, backward):
-    """Output and gradients of the fused op are those of the unfused pair, which two runs agree on."""
+    """Output and gradients of the fused op are those of the unfused pair, which two runs agree on. Returns them."""
     operands = case.operands()
     unfused, fused = (step(path, case, implementation, backward) for path in (cases.unfused, cases.fused))
     with running(implementation):
@@ -166,6 +176,7 @@ def assert_bitwise(case, implementation, backward):
         assert_trees_bitwise_equal(results, unfused(*operands), names=("unfused", "again"))
         assert_trees_bitwise_equal(results, fused(*operands), names=("unfused", "fused"))
     assert all(np.asarray(result, np.float32).any() for result in results)
+    return results
 
 
 CHUNK = {"xla": xla._CHUNK, "triton": tiling.CHUNK, "mosaic": 4}  # the simulator cannot take many of Mosaic's own 32
@@ -176,13 +187,13 @@ CHUNK = {"xla": xla._CHUNK, "triton": tiling.CHUNK, "mosaic": 4}  # the simulato
     [
         (implementation, case, chunks, more)
         for implementation, case in KINDS
-        for chunks, more in [(1, -1), (1, 0), (1, 1), (3, 2)]
+        for chunks, more in [(1, 0), (1, 1), (3, 2)]
         if case is not GROUPED or more == 1
     ],
     ids=str,
 )
 def test_bitwise_where_chunks_end(implementation, case, chunks, more, monkeypatch):
-    """A chunk less one token, one chunk, one token more, several with a ragged end: with the single pass."""
+    """One chunk, one token more, several with a ragged end (and one token less: 7 with Triton)."""
     monkeypatch.setattr(mosaic, "_CHUNK", CHUNK["mosaic"])
     assert_bitwise(with_options(case, tokens=chunks * CHUNK[implementation] + more), implementation, "single_pass")
 
@@ -191,7 +202,7 @@ def test_bitwise_across_a_chunk_of_mosaics_own():
     assert_bitwise(cases.Postmix(mosaic._CHUNK + 1, 64, 128, 128), "mosaic", "single_pass")
 
 
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=10)
 @hypothesis.example(tokens=1, heads=4, pairs=2, nope=508, lead=(), dtype="float32")  # narrow: a library sums otherwise
 @hypothesis.example(tokens=3, heads=7, pairs=1, nope=30, lead=(), dtype="float16")
 @hypothesis.example(tokens=2, heads=4, pairs=1, nope=6, lead=(3,), dtype="float32")
@@ -212,16 +223,6 @@ def test_bitwise_forward_at_any_shape(tokens, heads, pairs, nope, lead, dtype):
         jax.jit(functools.partial(path, implementation="xla"))(o, m, tables) for path in (cases.unfused, cases.fused)
     )
     assert_trees_bitwise_equal(unfused, fused)
-
-
-@pytest.mark.parametrize("case", cases.SMALL + cases.ODD + cases.GROUPED, ids=str)
-def test_triton_equals_xla_forward_and_in_the_activation_gradient(case):
-    want, got = run(cases.fused, case, "xla"), run(cases.fused, case, "triton", "single_pass")
-    # With more than 100 heads a CPU's product of 64 channels adds in another order than one of all.
-    shared = 2 if case.heads < 100 else 1
-    assert_trees_bitwise_equal(want[:shared], got[:shared])
-    if case in FEW + cases.GROUPED[:2]:  # the weight gradients come from the same transpose as well
-        assert_trees_bitwise_equal(want, run(cases.fused, case, "triton"))
 
 
 @EVERY_BACKWARD
@@ -382,7 +383,8 @@ def test_tables_of_more_bits_than_the_mode_wants_are_rounded_first(implementatio
 @pytest.mark.parametrize(
     "implementation, case, counts",
     [
-        *[(i, cases.Postmix(257, 4, 32, 16), (1, 2, 17, 33, 128, 257)) for i in ("xla", "triton")],
+        ("xla", cases.Postmix(257, 4, 32, 16), (1, 2, 17, 33, 128, 257)),
+        ("triton", cases.Postmix(257, 4, 32, 16), (1, 2, 17, 257)),
         *[(i, cases.Postmix(257, 6, 32, 16, groups=2), (1, 17, 257)) for i in ("xla", "triton")],
         ("mosaic", cases.Postmix(17, 64, 128, 50), (1, 2, 17)),
     ],
@@ -584,6 +586,15 @@ def test_the_gradient_lowers_for_cuda(rounding):
     assert text.count("dot_general") >= 5 and cuda_kernels(text) == ["inv_rope_vha_postmix"]
 
 
+def untaken_vjp(fn, *args):
+    """The vjp of `fn`, with the types of what it saves in place of the arrays."""
+    return jax.eval_shape(lambda *args: jax.vjp(fn, *args)[1], *args)
+
+
+def backward_of(vjp, g):
+    return jax.make_jaxpr(lambda vjp, g: vjp(g))(vjp, g)
+
+
 def assert_behind_barriers(jaxpr, product, layout_changes):
     """Every `product` reads results of barriers and is read by a barrier, layout changes on the way aside."""
     nodes = list(flattened(jaxpr))
@@ -621,11 +632,11 @@ def test_barriers_stand_around_operands_and_results(path, implementation, case):
             kernel = functools.partial(path, implementation=implementation, backward=backward)
             forward = lambda o, weights, tables, kernel=kernel: kernel(o, *weights, tables)  # noqa: E731
             assert_behind_barriers(jax.make_jaxpr(forward)(o, weights, tables), product, LAYOUT_CHANGES)
-            _, vjp = jax.vjp(lambda o, weights, kernel=kernel: kernel(o, *weights, tables), o, weights)
+            vjp = untaken_vjp(lambda o, weights, kernel=kernel: kernel(o, *weights, tables), o, weights)
             in_kernel = backward == "single_pass" and implementation != "xla"
             # Partial sums are added before they come to a barrier; an addition alone is safe.
             assert_behind_barriers(
-                jax.make_jaxpr(vjp)(g),
+                backward_of(vjp, g),
                 *((product, exact | {"unstack", "add"}) if in_kernel else ("dot_general", exact)),
             )
 
@@ -686,7 +697,8 @@ def test_a_frozen_input_costs_the_grouped_postmix_nothing():
 @pytest.mark.parametrize(
     "path, implementation, case, backward",
     [
-        *[(path, *kind, "single_pass") for path in (cases.unfused, cases.fused) for kind in KINDS],
+        *[(cases.fused, *kind, "single_pass") for kind in KINDS],
+        (cases.unfused, *KINDS[3], "single_pass"),
         *[(cases.fused, *kind, "dot_general") for kind in KINDS[:2]],
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
@@ -711,13 +723,13 @@ def test_single_pass_reads_and_writes_what_is_wanted(path, implementation, case)
 
     def streams(fn, *args):
         """(read, written) of the only kernel or loop, and whether the backward is given an array like o."""
-        _, vjp = jax.vjp(fn, *args)
-        jaxpr = jax.make_jaxpr(vjp)(g)
+        vjp = untaken_vjp(fn, *args)
+        jaxpr = backward_of(vjp, g)
         (loop,) = (e for e in equations(jaxpr, whole=("scan",)) if e.primitive.name in ("scan", *KERNELS))
         sized = lambda values: sum(v.aval.size in (o.size, o.size // case.tokens * xla._CHUNK) for v in values)  # noqa: E731
         written = sized(loop.outvars)
         carried = written if loop.primitive.name == "scan" else 0  # the result, which the loop writes in place
-        return sized(loop.invars) - carried, written, o.shape in [c.shape for c in jaxpr.consts]
+        return sized(loop.invars) - carried, written, o.shape in [saved.shape for saved in jax.tree.leaves(vjp)]
 
     with running(implementation):
         assert streams(lambda o, w: path(o, *w, tables), o, weights) == (2, 1, True)
@@ -732,7 +744,7 @@ def test_frozen_operands_save_nothing_for_the_backward(case, backward):
     path = functools.partial(cases.fused, backward=backward)
 
     def saved(fn, *args):
-        shapes = [x.shape for x in jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(fn, *a)[1], *args))]
+        shapes = [saved.shape for saved in jax.tree.leaves(untaken_vjp(fn, *args))]
         return shapes.count(o.shape), shapes.count(weights[0].shape)
 
     assert saved(lambda o, *w: path(o, *w, tables), o, *weights) == (1, len(weights))
@@ -760,7 +772,8 @@ FLOAT32_PATTERNS = [0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0x7F800001, 0x7F800000, 
 
 
 SPECIAL = [
-    *[(i, "each_product", backward) for i in ("xla", "triton") for backward in BACKWARDS],
+    *[("xla", "each_product", backward) for backward in BACKWARDS],
+    ("triton", "each_product", "single_pass"),
     *[(i, "once", "single_pass") for i in ("xla", "triton")],
     ("mosaic", "each_product", "single_pass"),
     ("mosaic", "once", "single_pass"),
@@ -950,7 +963,7 @@ def gradients_of(path, case, tables, g, options):
 
 @pytest.mark.parametrize(
     "implementation, case, backward",
-    [("xla", SHAPE, "dot_general"), *[(*kind, "single_pass") for kind in KINDS if kind != ("xla", GROUPED)]],
+    [("xla", SHAPE, "dot_general"), *[(*KINDS[i], "single_pass") for i in (0, 3, 4)]],
     ids=str,
 )
 def test_transforms_keep_the_bits(implementation, case, backward):
@@ -985,7 +998,7 @@ def sharded(path, mesh, check_vma=True, **options):
 
 @pytest.mark.parametrize(
     "implementation, case, backward",
-    [("xla", SHAPE, "dot_general"), *[(*kind, "single_pass") for kind in KINDS[:4]]],
+    [("xla", SHAPE, "dot_general"), *[(*KINDS[i], "single_pass") for i in (0, 1, 3)]],
     ids=str,
 )
 @pytest.mark.skipif(jax.device_count("cpu") < 4, reason="needs 4 simulated CPU devices")
@@ -1032,17 +1045,16 @@ def test_forward_mode_is_refused_by_both(case, path):
         jax.jvp(lambda o: path(o, *weights, tables), (o,), (o,))
 
 
-@EVERY_PATH
 @EVERY_BACKWARD
 @EVERY_KIND
-def test_empty_inputs(implementation, case, backward, path):
+def test_empty_inputs(implementation, case, backward):
     for shape in ((0,), (2, 0), (0, 4)):
         o = jnp.ones((*shape, case.heads, case.head_dim), jnp.bfloat16)
         tables = dsv4.rope_tables(jnp.arange(shape[-1]), 8)
         _, u, v, _, _ = case.operands()
         weights = cases.weights(u, v, case.groups)
         with running(implementation):
-            gradient = functools.partial(path, implementation=implementation, backward=backward)
+            gradient = functools.partial(cases.fused, implementation=implementation, backward=backward)
             out, vjp = jax.vjp(lambda o, weights: gradient(o, *weights, tables), o, weights)  # noqa: B023
             do, dweights = vjp(out)
         assert out.shape == do.shape == o.shape
