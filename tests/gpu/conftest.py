@@ -15,11 +15,14 @@ def pytest_itemcollected(item):
 
 
 def pytest_collection_modifyitems(items):
-    """With `pytest -n N --dist loadgroup`, N processes share the GPU; few of them run tests that fill its memory."""
-    here = [item for item in items if item.get_closest_marker("gpu")]
-    large = [item for item in here if any(word in item.name for word in LARGE)]
+    """With `pytest -n N --dist loadgroup`, N processes share the GPU; few of them run tests that fill its memory.
+
+    Those few start first and deal the large tests out among them, since the longest of them is as long as the run.
+    """
+    large = [i for i in items if i.get_closest_marker("gpu") and any(word in i.name for word in LARGE)]
     for i, item in enumerate(large):
-        item.add_marker(pytest.mark.xdist_group(f"large{i * LARGE_AT_A_TIME // len(large)}"))
+        item.add_marker(pytest.mark.xdist_group(f"large{i % LARGE_AT_A_TIME}"))
+    items.sort(key=lambda item: item not in large)
 
 
 def pytest_runtest_setup(item):
