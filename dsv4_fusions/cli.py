@@ -1,4 +1,4 @@
-"""The command line: `dsv4-fusions train CONFIG`, `dsv4-fusions verify CONFIG` and `dsv4-fusions bench CONFIG`."""
+"""The command line, `dsv4-fusions COMMAND CONFIG`: train, generate, verify, bench."""
 
 import argparse
 import contextlib
@@ -91,6 +91,17 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--plot", metavar="FILE", help="draw the loss curves as a PNG; needs matplotlib")
     train.set_defaults(prepare=_prepare_train)
+
+    generate = commands.add_parser("generate", help="continue a text with a decoder that `train` has saved")
+    generate.add_argument("config", metavar="CONFIG", help="YAML file that the decoder was trained with")
+    generate.add_argument("--checkpoint", metavar="DIR", required=True, help="--checkpoint-dir of the training")
+    generate.add_argument("--prompt", metavar="TEXT", required=True, help="text to continue")
+    generate.add_argument("--bytes", type=_positive, default=200, metavar="N", help="bytes to generate (default: 200)")
+    generate.add_argument(
+        "--temperature", type=float, default=0.7, metavar="T", help="0: always the likeliest byte (default: 0.7)"
+    )
+    generate.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
+    generate.set_defaults(prepare=_prepare_generate)
 
     verify = commands.add_parser("verify", help="compare every kind of layer, fused and unfused, bit by bit")
     verify.add_argument("config", metavar="CONFIG", help="YAML file with the key model:")
@@ -398,6 +409,30 @@ def _compare(console, off, on) -> int:
     return 0
 
 
+def _prepare_generate(args):
+    from flax import nnx
+
+    from dsv4_fusions.config import load_yaml
+    from dsv4_fusions.layers import Decoder
+    from dsv4_fusions.training import checkpoint
+    from dsv4_fusions.training.generate import generate
+
+    cfg, config = load_yaml(args.config)
+    # Abstract parameters: all of them come from the checkpoint.
+    model = nnx.eval_shape(lambda: Decoder(cfg, rngs=nnx.Rngs(config.seed)))
+    checkpoint.load_run_params(args.checkpoint, cfg, model)
+    new_bytes = generate(model, args.prompt.encode(), args.bytes, args.temperature, args.seed)
+
+    def run():
+        # Bytes, as they come: a character may take several of them.
+        for data in (args.prompt.encode(), *(bytes([byte]) for byte in new_bytes), b"\n"):
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+        return 0
+
+    return run
+
+
 def _prepare_verify(args):
     from dsv4_fusions import verify
     from dsv4_fusions.config import load_yaml
@@ -434,7 +469,6 @@ def _report_as_dict(report, batch, tokens) -> dict:
             {
                 "compress_ratio": kind.ratio,
                 "layers": kind.indices,
-                "not_built": kind.not_built,
                 "fusions": {name: dataclasses.asdict(status) for name, status in kind.fusions.items()},
                 "comparisons": [dataclasses.asdict(each) for each in comparisons],
             }
@@ -450,9 +484,6 @@ def _print_report(console, report, batch, tokens):
 
     for kind, comparisons in zip(report.kinds, report.comparisons, strict=True):
         title = f"compress ratio {kind.ratio}: layers {', '.join(map(str, kind.indices))}"
-        if kind.not_built:
-            console.print(f"{title}: [yellow]not built yet[/] ({kind.not_built})")
-            continue
         table = Table(
             Column(overflow="fold"), "elements", "run to run", "fused to unfused", title=f"{title}, mismatches"
         )
@@ -462,7 +493,7 @@ def _print_report(console, report, batch, tokens):
     total = sum(len(kind.indices) for kind in report.kinds)
     for name, layers in fused_layers(report.kinds).items():
         implementations = ", ".join(sorted(set(layers.values())))
-        reasons = {kind.fusions[name].reason for kind in report.kinds if kind.fusions and not kind.fusions[name].active}
+        reasons = {kind.fusions[name].reason for kind in report.kinds if not kind.fusions[name].active}
         why = "; ".join(filter(None, [implementations, *sorted(reasons)]))
         console.print(f"{name}: fused in {len(layers)} of {total} layers" + (f" ({why})" if why else ""))
     console.print(

@@ -15,8 +15,11 @@ from dsv4_fusions.ops.inv_rope_postmix import BACKWARDS
 from dsv4_fusions.ops.sparse_attention import BACKENDS
 from dsv4_fusions.rope import DTYPES, ROUNDINGS, YARN_DEFAULTS
 
-RATIOS_WITHOUT_COMPRESSOR = (-2, -1, 0)
+LATENT_RATIO = -2  # layers of absorbed latent attention
+RATIOS_WITHOUT_COMPRESSOR = (LATENT_RATIO, -1, 0)
 HCA_RATIO = 128  # the ratio whose layers attend to every complete compressed slot, without an indexer
+INDEXER_PHASES = ("dense", "warm_up", "sparse")
+REMAT_SEGMENTS = ("full_attn", "qkv", "post_core", "vha_postmix", "gated_attn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +33,6 @@ class DSv4Config:
     hashable and can be a static argument. The four switches at the end are defaults, which a layer's own arguments
     override.
 
-    Fields that no layer built so far reads are marked "later": they are checked all the same.
-
     Attributes:
       hidden_size: channels of the residual stream.
       num_hidden_layers: number of layers.
@@ -39,21 +40,27 @@ class DSv4Config:
       head_dim: channels of a query head, and of the one key/value row per token.
       qk_rope_head_dim: how many of `head_dim`, at its end, are rotated; even, 0 for no rotation.
       q_lora_rank: width of the bottleneck between the hidden state and the queries.
-      kv_lora_rank: width of the latent key/value row of layers with ratio -2; later.
+      kv_lora_rank: width of the latent value row of layers with ratio -2, whose keys have `qk_rope_head_dim` more.
+      qk_nope_head_dim: unrotated channels of a query head before absorption, in layers with ratio -2.
+      v_head_dim: channels of a value head behind the latent row, in layers with ratio -2.
       o_groups: groups of heads in the output projection, and in the grouped postmix; a divisor of the heads.
       o_lora_rank: width to which the output projection reduces each group before it joins them.
       sliding_window: tokens that a token attends to directly, itself included, in layers with ratio 0 or more.
-      compress_ratios: one entry a layer. -1: full causal attention, 0: window only, 128: window and every complete row
-        of a non-overlapping compressor (HCA). Later: -2, latent MQA, and 2 to 127, overlapping compressor with an
-        indexer (CSA).
+      compress_ratios: one entry a layer. -2: absorbed latent attention (`MQALatentAttention`), -1: full causal
+        attention, 0: window only, 2 to 127: window and the rows of an overlapping compressor that an indexer selects
+        (CSA), 128: window and every complete row of a non-overlapping compressor (HCA).
       rope_theta: rotary base of the layers without a compressor.
       compress_rope_theta: rotary base of the layers with one.
       yarn: as `rope_tables` takes it, or None for plain frequencies. Used by the layers with a compressor; the others
         rotate with `rope_theta` alone.
-      index_n_heads: query heads of the indexer; later.
-      index_head_dim: channels of an indexer's head, at least `qk_rope_head_dim`; later.
-      index_topk: compressed rows that the indexer selects for a token; later.
-      indexer_loss_coeff: weight of the indexer's auxiliary loss, 0 for none; later.
+      index_n_heads: query heads of the indexer.
+      index_head_dim: channels of an indexer's head, a power of two and at least `qk_rope_head_dim`.
+      index_topk: rows that the indexer selects for a token.
+      indexer_loss_coeff: weight of the indexer's auxiliary loss, 0 for none.
+      indexer_phase: of the layers with ratio -2 and 2 to 127. "sparse": a token attends to its window and the rows that
+        the indexer selects, which is trained on them. "warm_up": a token attends to all rows, the indexer is trained on
+        all and selects nothing. "dense": no indexer; CSA attends to every complete compressed row, the latent layers
+        to every token before.
       rms_norm_eps: what every RMS normalisation adds to the mean square.
       use_vha_attention: whether the heads are mixed by the VHA postmix behind the inverse rotation.
       vha_rank: rank of the postmix's low-rank part; None means a quarter of the heads (see `postmix_rank`).
@@ -62,7 +69,9 @@ class DSv4Config:
       rope_rounding: where the rotation rounds, "each_product" or "once", as `rope_tables` takes it.
       sparse_attention_backend: "flat" reads rows by ids of the whole batch, "xla" by ids of a batch entry; "batched":
         later.
-      remat: rematerialise every decoder block in the backward pass; later.
+      remat: segments of an attention layer that the backward pass computes again instead of having them saved: any of
+        "full_attn" (all of the layer), "qkv" (projections, norms, rotation), "post_core" (inverse rotation, postmix,
+        grouped output projection), "vha_postmix" and "gated_attn".
       vocab_size: rows of the embedding, which is also the output head.
       intermediate_size: width of the SwiGLU block.
       dtype: of the computation, "bfloat16", "float16" or "float32".
@@ -83,6 +92,8 @@ class DSv4Config:
     qk_rope_head_dim: int = 64
     q_lora_rank: int = 1024
     kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    v_head_dim: int = 128
     o_groups: int = 8
     o_lora_rank: int = 1024
     sliding_window: int = 128
@@ -96,6 +107,7 @@ class DSv4Config:
     index_head_dim: int = 128
     index_topk: int = 512
     indexer_loss_coeff: float = 0.0
+    indexer_phase: str = "sparse"
     rms_norm_eps: float = 1e-6
     use_vha_attention: bool = True
     vha_rank: int | None = None
@@ -103,7 +115,7 @@ class DSv4Config:
     gated_attention: bool = False
     rope_rounding: str = "each_product"
     sparse_attention_backend: str = "flat"
-    remat: bool = False
+    remat: tuple[str, ...] = ()
     vocab_size: int = 129280
     intermediate_size: int = 12288
     dtype: str = "bfloat16"
@@ -123,6 +135,7 @@ class DSv4Config:
                     raise _invalid(name, value, f"one of {DTYPES}") from None
         object.__setattr__(self, "compress_ratios", _ratios(self.compress_ratios))
         object.__setattr__(self, "yarn", _yarn(self.yarn))
+        object.__setattr__(self, "remat", _segments(self.remat))
         _normalise_scalars(self)
 
         _require(
@@ -131,7 +144,7 @@ class DSv4Config:
             "1 or more",
             *("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "q_lora_rank", "kv_lora_rank"),
             *("o_groups", "o_lora_rank", "sliding_window", "index_n_heads", "index_head_dim", "index_topk"),
-            *("vocab_size", "intermediate_size"),
+            *("vocab_size", "intermediate_size", "qk_nope_head_dim", "v_head_dim"),
         )
         _require(self, lambda value: value > 1, "greater than 1", "rope_theta", "compress_rope_theta")
         _require(self, lambda value: value > 0, "greater than 0", "rms_norm_eps")
@@ -141,6 +154,7 @@ class DSv4Config:
             ("param_dtype", DTYPES),
             ("rope_rounding", ROUNDINGS),
             ("sparse_attention_backend", BACKENDS),
+            ("indexer_phase", INDEXER_PHASES),
             ("postmix_backward", BACKWARDS),
             ("implementation", (None, *IMPLEMENTATIONS)),
         ):
@@ -167,15 +181,27 @@ class DSv4Config:
         if self.vha_postmix_grouped and not self.use_vha_attention:
             wanted = "False where use_vha_attention is False: there is no postmix to group"
             raise _invalid("vha_postmix_grouped", True, wanted)
-        if any(1 < ratio < HCA_RATIO for ratio in self.compress_ratios):
+        if any(map(self.has_indexer, self.compress_ratios)):
             rope_dim = self.qk_rope_head_dim
             wanted = f"at least qk_rope_head_dim = {rope_dim}: the indexer rotates that many of its channels"
             _require(self, lambda width: width >= rope_dim, wanted, "index_head_dim")
+            wanted = "a power of two: the indexer's Hadamard rotation has no other size"
+            _require(self, lambda width: width & (width - 1) == 0, wanted, "index_head_dim")
 
     @property
     def postmix_rank(self) -> int:
         """Rank of the VHA postmix: `vha_rank`, or a quarter of the heads and at least 1."""
         return max(1, self.num_attention_heads // 4) if self.vha_rank is None else self.vha_rank
+
+    def layer_ratio(self, layer_index: int) -> int:
+        """Compress ratio of a layer; ValueError for one that the configuration does not have."""
+        if not 0 <= layer_index < self.num_hidden_layers:
+            raise ValueError(f"layer_index: got {layer_index}, wanted 0 to {self.num_hidden_layers - 1}")
+        return self.compress_ratios[layer_index]
+
+    def has_indexer(self, ratio: int) -> bool:
+        """Whether layers with this compress ratio have an indexer."""
+        return self.indexer_phase != "dense" and (ratio == LATENT_RATIO or 1 < ratio < HCA_RATIO)
 
     def layer_rope(self, layer_index: int) -> tuple[float, Mapping[str, float] | None]:
         """Rotary base and YaRN parameters of a layer.
@@ -200,6 +226,32 @@ class DSv4Config:
         """The `model:` part of a YAML file; see `load_yaml`."""
         return load_yaml(path)[0]
 
+    @classmethod
+    def from_hf(cls, source: Any, **overrides: Any) -> Self:
+        """The attention of a Hugging Face `deepseek_v4` configuration, in either of its spellings.
+
+        The older one has `compress_ratios`, `rope_theta`, `compress_rope_theta`, `rope_scaling` and `qk_rope_head_dim`
+        (what DeepSeek publishes), the newer one `layer_types`, `compress_rates`, nested `rope_parameters` and
+        `partial_rotary_factor` (what transformers 5.17 saves). What is left out has transformers' default.
+
+        There is no VHA postmix and no gate, and the rotation rounds once. The mixture of experts and the
+        hyper-connections have no counterpart here: `intermediate_size` is set to the width of all experts that serve
+        one token, the shared ones included, and the output head is tied to the embedding whatever the source says. The
+        dtypes stay this library's. Layers that predict further tokens are dropped.
+
+        Args:
+          source: path of a `config.json` or of the folder that holds it, a mapping, or an object with `to_dict()`.
+          **overrides: fields of this class that replace what the source says, such as `dtype="float32"`.
+
+        Raises:
+          OSError: the file cannot be read.
+          ValueError: no `deepseek_v4` configuration, or one that the layers here cannot compute, such as a bias, a
+            YaRN `attention_factor` other than 1, or an HCA rate other than 128.
+        """
+        from dsv4_fusions.hf import config_fields
+
+        return cls.from_dict(config_fields(source) | overrides)
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
@@ -209,6 +261,8 @@ class TrainConfig:
       batch_size: rows a step. sequence_length: tokens a row.
       eval_interval: steps between evaluations on the held-out text; 0: only at the end.
       seed: of the initial parameters and of the order of the rows.
+      train_only: "indexer": every other parameter stays as it is, as when an indexer is taught beside a trained model
+        (`indexer_phase="warm_up"` and an `indexer_loss_coeff`); None: all are trained.
 
     Raises:
       ValueError: a value is impossible or contradicts another one; the message names the field and the value.
@@ -226,9 +280,11 @@ class TrainConfig:
     adam_eps: float = 1e-8
     eval_interval: int = 0
     seed: int = 0
+    train_only: str | None = None
 
     def __post_init__(self):
         _normalise_scalars(self)
+        _require(self, lambda value: value in (None, "indexer"), "None or 'indexer'", "train_only")
         _require(self, lambda value: value >= 1, "1 or more", "batch_size", "sequence_length", "steps")
         _require(self, lambda value: value > 0, "greater than 0", "learning_rate", "grad_clip", "adam_eps")
         _require(self, lambda value: value >= 0, "0 or more", "weight_decay", "eval_interval", "seed")
@@ -341,6 +397,13 @@ def _ratios(ratios: Any) -> tuple[int, ...]:
         if not (ratio in RATIOS_WITHOUT_COMPRESSOR or 2 <= ratio <= HCA_RATIO):
             raise _invalid(f"compress_ratios[{i}]", ratio, f"-2, -1, 0, or between 2 and {HCA_RATIO}")
     return ratios
+
+
+def _segments(remat: Any) -> tuple[str, ...]:
+    names = (remat,) if isinstance(remat, str) else remat
+    if not isinstance(names, list | tuple) or any(name not in REMAT_SEGMENTS for name in names):
+        raise _invalid("remat", remat, f"a list of segments, each one of {', '.join(REMAT_SEGMENTS)}")
+    return tuple(name for name in REMAT_SEGMENTS if name in names)
 
 
 def _yarn(yarn: Any) -> FrozenDict | None:

@@ -5,8 +5,10 @@ last axis; their ids never collide, since compressed rows stand behind the raw o
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jax import lax
+from jaxtyping import Array, Int, Int32
 
+from dsv4_fusions import numerics
 from dsv4_fusions.documents import CompressedGroups, DocumentBoundaries
 
 EMPTY = -1
@@ -68,17 +70,40 @@ def compressed_index(
     Raises:
       ValueError: ratio < 1, or groups of another length or ratio.
     """
+    start, count = visible_slots(num_tokens, ratio, groups)
+    return range_index(start, count, num_tokens // ratio, offset)
+
+
+def visible_slots(
+    num_tokens: int, ratio: int, groups: CompressedGroups | None = None
+) -> tuple[Int32[Array, "*batch tokens"], Int32[Array, "*batch tokens"]]:
+    """First compressed slot that each token sees and how many there are; see `compressed_index`."""
     if ratio < 1:
         raise ValueError(f"ratio: got {ratio}, wanted at least 1")
     if groups is None:
         count = (jnp.arange(num_tokens, dtype=jnp.int32) + 1) // ratio
-        start = jnp.zeros_like(count)
-    else:
-        start, count = groups.row_start, groups.row_count
-        _check_tokens(num_tokens, count, "groups")
-        if groups.token_index.shape[-1] != ratio:
-            raise ValueError(f"groups: got a ratio of {groups.token_index.shape[-1]}, wanted {ratio}")
-    slot = jnp.arange(num_tokens // ratio, dtype=jnp.int32)
+        return jnp.zeros_like(count), count
+    _check_tokens(num_tokens, groups.row_count, "groups")
+    if groups.token_index.shape[-1] != ratio:
+        raise ValueError(f"groups: got a ratio of {groups.token_index.shape[-1]}, wanted {ratio}")
+    return groups.row_start, groups.row_count
+
+
+def range_index(
+    start: Int32[Array, "*batch tokens"], count: Int32[Array, "*batch tokens"], num_slots: int, offset: int = 0
+) -> Int32[Array, "*batch tokens num_slots"]:
+    """Ids of `count` slots from `start` on, each in the column of its own number; the other columns are empty.
+
+    Args:
+      start: first slot of each row.
+      count: number of slots of each row.
+      num_slots: width of the table.
+      offset: added to the number of a slot to make its id.
+
+    Returns:
+      [..., tokens, num_slots] int32.
+    """
+    slot = jnp.arange(num_slots, dtype=jnp.int32)
     seen = (slot >= start[..., None]) & (slot < (start + count)[..., None])
     return jnp.where(seen, slot + offset, EMPTY)
 
@@ -97,3 +122,141 @@ def causal_index(num_tokens: int, boundaries: DocumentBoundaries | None = None) 
       ValueError: boundaries of another length.
     """
     return window_index(num_tokens, max(num_tokens, 1), boundaries)[..., :num_tokens]
+
+
+def latent_candidates(
+    num_tokens: int, window: int, boundaries: DocumentBoundaries | None = None
+) -> tuple[Int32[Array, "*batch tokens"], Int32[Array, "*batch tokens"]]:
+    """First row and number of rows of each token's document that stand before the token's window.
+
+    With the rows of `window_index` they are all that the token may see, and no row is in both.
+
+    Args:
+      num_tokens: length of the sequence.
+      window: width of the window, at least 0; 0: every row of the document up to the token itself.
+      boundaries: documents of [..., num_tokens] rows, None for one document.
+
+    Returns:
+      row_start, row_count: [num_tokens] int32, with the leading axes of `boundaries` if given. Both are 0 for a token
+      without candidates, padding among them.
+
+    Raises:
+      ValueError: window < 0, or boundaries of another length.
+    """
+    if window < 0:
+        raise ValueError(f"window: got {window}, wanted at least 0")
+    if boundaries is None:
+        pos = jnp.arange(num_tokens, dtype=jnp.int32)
+        start = jnp.zeros_like(pos)
+    else:
+        _check_tokens(num_tokens, boundaries.doc_start, "boundaries")
+        start, pos = boundaries.doc_start, jnp.where(boundaries.is_valid, boundaries.pos_in_doc, -1)
+    count = jnp.maximum(pos + 1 - window, 0)
+    return jnp.where(count > 0, start, 0), count
+
+
+def selected_index(
+    selected: Int[Array, "*batch tokens k"],
+    row_start: Int32[Array, "*batch tokens"],
+    row_count: Int32[Array, "*batch tokens"],
+    offset: int,
+) -> Int32[Array, "*batch tokens k"]:
+    """Ids of selected slots; a slot that its token may not see becomes empty.
+
+    Args:
+      selected: slots in any order, such as those of a top-k, whose width may exceed the number of slots to choose from.
+      row_start: first slot that each token sees.
+      row_count: number of slots that it sees. Leading axes of both broadcast against those of `selected`.
+      offset: number of rows in KV ahead of slot 0.
+
+    Returns:
+      slot + offset in the column where the slot stood, -1 where it is outside [row_start, row_start + row_count).
+
+    Raises:
+      TypeError: selected are not integers.
+      ValueError: row_start or row_count of other tokens.
+    """
+    selected = numerics.integers("selected", selected)
+    if selected.ndim < 2:
+        raise ValueError(f"selected: got shape {selected.shape}, wanted [..., tokens, k]")
+    for name, x in {"row_start": row_start, "row_count": row_count}.items():
+        if x.shape[-1:] != selected.shape[-2:-1]:
+            wanted = f"[..., {selected.shape[-2]}] to go with selected of shape {selected.shape}"
+            raise ValueError(f"{name}: got shape {x.shape}, wanted {wanted}")
+    start, end = row_start[..., None], (row_start + row_count)[..., None]
+    seen = (selected >= start) & (selected < end)
+    return jnp.where(seen, selected.astype(jnp.int32) + offset, EMPTY)
+
+
+def compact(index: Int[Array, "*batch topk"]) -> tuple[Int32[Array, "*batch topk"], Int32[Array, "*batch"]]:
+    """Moves the ids of every row to its front, in the order they stand in, and counts them.
+
+    The order is kept, rather than the ids sorted, so that attention adds the same terms in the same order.
+
+    Args:
+      index: ids; every negative one is an empty slot. This table does not know how many rows KV has: an id past them
+        counts.
+
+    Returns:
+      The table with -1 behind the ids of each row, and the number of ids in each: exactly that, so 0 for an empty row.
+
+    Raises:
+      TypeError: index are not integers.
+      ValueError: index is a scalar.
+    """
+    index = _table(index)
+    is_empty = index < 0
+    ids = jnp.where(is_empty, EMPTY, index.astype(jnp.int32))
+    _, ids = lax.sort((is_empty.astype(jnp.int32), ids), num_keys=1, is_stable=True)
+    return ids, jnp.sum(~is_empty, axis=-1, dtype=jnp.int32)
+
+
+def trailing_length(index: Int[Array, "*batch topk"]) -> Int32[Array, "*batch"]:
+    """Number of leading slots of each row that hold all its ids, empty slots among them; at least 1.
+
+    A bound on what a forward pass has to read. It is no count: of an empty row it is 1 too, for kernels that hang on a
+    length of 0.
+
+    Args:
+      index: ids; every negative one is an empty slot.
+
+    Returns:
+      Column of the last id plus 1, or 1.
+
+    Raises:
+      TypeError: index are not integers.
+      ValueError: index is a scalar.
+    """
+    index = _table(index)
+    length = jnp.arange(1, index.shape[-1] + 1, dtype=jnp.int32)
+    return jnp.max(jnp.where(index >= 0, length, 1), axis=-1, initial=1)
+
+
+def pad_topk(index: Int[Array, "*batch topk"], multiple: int) -> Int32[Array, "*batch topk_padded"]:
+    """Widens a table with empty slots at the end of every row, as kernels that read blocks of slots want it.
+
+    To be used on flat ids, after the remap, which would otherwise have more to read and write.
+
+    Args:
+      index: ids.
+      multiple: the width becomes the next multiple of this, at least 1. A width of 0 stays.
+
+    Returns:
+      The table, -1 in the new slots.
+
+    Raises:
+      TypeError: index are not integers.
+      ValueError: multiple < 1, or index is a scalar.
+    """
+    if multiple < 1:
+        raise ValueError(f"multiple: got {multiple}, wanted at least 1")
+    index = _table(index).astype(jnp.int32)
+    widths = [(0, 0)] * (index.ndim - 1) + [(0, -index.shape[-1] % multiple)]
+    return jnp.pad(index, widths, constant_values=EMPTY)
+
+
+def _table(index) -> Int[Array, "*batch topk"]:
+    index = numerics.integers("index", index)
+    if index.ndim == 0:
+        raise ValueError("index: got a scalar, wanted [..., topk]")
+    return index

@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from dsv4_fusions import numerics
+from dsv4_fusions import dispatch, numerics
 
 Rounding = Literal["each_product", "once"]
 ROUNDINGS = ("each_product", "once")
@@ -196,7 +196,8 @@ def rotate(
       ValueError, TypeError: shapes or dtypes that do not fit.
     """
     check_operands("x", x, tables)
-    return _rotate(x, lax.stop_gradient(tables), inverse, False)
+    x, cos, sin = dispatch.align_manual_axes(x, tables.cos, tables.sin)
+    return _rotate(x, lax.stop_gradient(dataclasses.replace(tables, cos=cos, sin=sin)), inverse, False)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

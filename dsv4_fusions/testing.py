@@ -34,7 +34,8 @@ def assert_trees_bitwise_equal(a: Any, b: Any, names: tuple[str, str] = ("a", "b
     try:
         chex.assert_trees_all_equal_structs(a, b)
     except AssertionError as error:
-        raise AssertionError(f"{first} and {second} differ in tree structure: {error}") from None
+        reason = _same_leaves(a, b) or str(error)
+        raise AssertionError(f"{first} and {second} differ in tree structure: {reason}") from None
     a, b = jax.tree.map(_as_array, (a, b))
     try:
         chex.assert_trees_all_equal_shapes_and_dtypes(a, b)
@@ -56,6 +57,17 @@ def assert_trees_bitwise_equal(a: Any, b: Any, names: tuple[str, str] = ("a", "b
     if reports:
         head = f"{first} and {second} differ in {len(reports)} of {len(leaves)} leaves:"
         raise AssertionError("\n  ".join([head, *reports]))
+
+
+def _same_leaves(a, b) -> str | None:
+    """What to say of two trees that differ in static fields alone, whose printed structures can fill a page."""
+    names = [[jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)] for tree in (a, b)]
+    if names[0] != names[1] or type(a) is not type(b) or not names[0]:
+        return None
+    return (
+        "the same leaves, but other containers or static fields around them, such as the switches of a Flax module; "
+        "compare parameters or gradients of modules as nnx.to_pure_dict(nnx.state(module))"
+    )
 
 
 def count_mismatches(a: Shaped[Array, "..."], b: Shaped[Array, "..."]) -> int:

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from dsv4_fusions.config import DSv4Config
-from dsv4_fusions.layers import DSv4HybridSelfAttention, FusionStatus
+from dsv4_fusions.layers import DSv4HybridSelfAttention, FusionStatus, MQALatentAttention, attention_layer
 from dsv4_fusions.ops.kv_index_remap import local_to_flat_kv_index
 from dsv4_fusions.testing import count_mismatches
 
@@ -25,7 +25,7 @@ class Comparison:
     """How many elements of one array differ in any bit.
 
     Attributes:
-        name: of the array: "output", "input gradient", "gradient of ..." or "remapped ids".
+        name: of the array: "output", "input gradient", "gradient of ...", an auxiliary loss's name, or "remapped ids".
         elements: how many it has.
         run_to_run: mismatches between two unfused runs; of the remapped ids, between two fused ones.
         fused_to_unfused: mismatches between the fused and the first unfused run; of the remapped ids, between the fused
@@ -45,21 +45,19 @@ class LayerKind:
     Attributes:
         ratio: the compress ratio.
         indices: of the layers.
-        layer: one of them, with the fusions on; None where its kind is not built yet.
+        layer: one of them, with the fusions on.
         fusions: what each fusion does in it.
-        not_built: why there is no layer.
     """
 
     ratio: int
     indices: tuple[int, ...]
-    layer: DSv4HybridSelfAttention | None
+    layer: DSv4HybridSelfAttention | MQALatentAttention
     fusions: dict[str, FusionStatus]
-    not_built: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Comparisons for every kind of layer, in the order of `kinds`; empty for a kind that is not built yet."""
+    """Comparisons for every kind of layer, in the order of `kinds`."""
 
     kinds: list[LayerKind]
     comparisons: list[list[Comparison]]
@@ -83,7 +81,7 @@ def fused_layers(kinds: Sequence[LayerKind]) -> dict[str, dict[int, str]]:
         name: {
             index: kind.fusions[name].implementation
             for kind in kinds
-            if kind.fusions and kind.fusions[name].active
+            if kind.fusions[name].active
             for index in kind.indices
         }
         for name in SWITCHES
@@ -113,10 +111,7 @@ def build_layers(cfg: DSv4Config, batch: int, tokens: int, layers: Sequence[int]
     x = jax.ShapeDtypeStruct((batch, tokens, cfg.hidden_size), cfg.dtype)
 
     def build(ratio, indices):
-        try:
-            layer = DSv4HybridSelfAttention(cfg, indices[0], rngs=nnx.Rngs(0), **dict.fromkeys(SWITCHES, True))
-        except NotImplementedError as error:
-            return LayerKind(ratio, tuple(indices), None, {}, str(error))
+        layer = attention_layer(cfg, indices[0], rngs=nnx.Rngs(0), **dict.fromkeys(SWITCHES, True))
         return LayerKind(ratio, tuple(indices), layer, layer.explain_fusions(x))
 
     return [build(ratio, indices) for ratio, indices in kinds.items()]
@@ -144,7 +139,7 @@ def verify(
     comparisons = []
     for kind in kinds:
         on_kind(kind)
-        comparisons.append(_compare_kind(cfg, kind, batch, tokens) if kind.layer else [])
+        comparisons.append(_compare_kind(cfg, kind, batch, tokens))
     return Report(list(kinds), comparisons)
 
 
@@ -157,13 +152,13 @@ def _compare_kind(cfg, kind, batch, tokens) -> list[Comparison]:
 
     def run(fused):
         layer = nnx.with_attributes(kind.layer, **dict.fromkeys(SWITCHES, fused))
-        y, d_x, d_params = _run(nnx.graphdef(layer), params, x, segment_ids, cotangent)
+        y, aux, d_x, d_params = _run(nnx.graphdef(layer), params, x, segment_ids, cotangent)
         of_params = {f"gradient of {'.'.join(map(str, path))}": leaf[...] for path, leaf in nnx.to_flat_state(d_params)}
-        return {"output": y, "input gradient": d_x, **of_params}
+        return {"output": y, **aux, "input gradient": d_x, **of_params}
 
     comparisons = _compare(run)
     if kind.fusions["fuse_kv_index_remap"].active:
-        comparisons.append(_compare_remap(*_random_ids(cfg, kind.ratio, batch, tokens, ids_key)))
+        comparisons.append(_compare_remap(*_random_ids(kind, batch, tokens, ids_key)))
     return comparisons
 
 
@@ -175,9 +170,9 @@ def _compare(run: Callable[[bool], dict[str, Array]]) -> list[Comparison]:
 
 @jax.jit
 def _run(graphdef, params, x, segment_ids, cotangent):
-    y, pull_back = jax.vjp(lambda params, x: nnx.merge(graphdef, params)(x, segment_ids)[0], params, x)
-    d_params, d_x = pull_back(cotangent)
-    return y, d_x, d_params
+    (y, aux), pull_back = jax.vjp(lambda params, x: nnx.merge(graphdef, params)(x, segment_ids), params, x)
+    d_params, d_x = pull_back((cotangent, jax.tree.map(jnp.ones_like, aux)))
+    return y, aux, d_x, d_params
 
 
 _remap = jax.jit(local_to_flat_kv_index, static_argnums=1)
@@ -216,10 +211,10 @@ def _moved_off_zero(params: nnx.State, key) -> nnx.State:
     )
 
 
-def _random_ids(cfg: DSv4Config, ratio: int, batch: int, tokens: int, key):
+def _random_ids(kind: LayerKind, batch: int, tokens: int, key):
     """A table of random ids as wide as the layer's, a third of its slots empty, and the rows of KV per batch entry."""
-    compressed = tokens // ratio if ratio > 1 else 0
-    width = tokens if ratio == -1 else min(cfg.sliding_window, tokens) + compressed
+    compressed = tokens // kind.ratio if kind.ratio > 1 else 0
+    width = kind.layer.table_width(tokens)
     id_key, empty_key = jax.random.split(key)
     ids = jax.random.randint(id_key, (batch, tokens, width), 0, tokens + compressed)
     return jnp.where(jax.random.bernoulli(empty_key, 1 / 3, ids.shape), -1, ids), tokens + compressed

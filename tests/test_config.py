@@ -25,6 +25,20 @@ def test_every_field_is_described():
     assert described == [field.name for field in dataclasses.fields(DSv4Config)] + ["ValueError"]
 
 
+def test_remat_is_a_set_of_segments():
+    assert DSv4Config(remat=["vha_postmix", "qkv", "qkv"]).remat == ("qkv", "vha_postmix")
+    assert DSv4Config(remat="full_attn").remat == ("full_attn",) and DSv4Config().remat == ()
+
+
+def test_which_layers_have_an_indexer():
+    ratios = (-2, -1, 0, 2, 127, 128)
+    for phase, wanted in (("sparse", [-2, 2, 127]), ("warm_up", [-2, 2, 127]), ("dense", [])):
+        cfg = DSv4Config(num_hidden_layers=6, compress_ratios=ratios, indexer_phase=phase)
+        assert [ratio for ratio in ratios if cfg.has_indexer(ratio)] == wanted
+    no_indexer = dict(num_hidden_layers=1, compress_ratios=(128,), index_head_dim=24)
+    assert DSv4Config(**no_indexer).index_head_dim == 24
+
+
 def test_layer_rope_follows_the_compress_ratio():
     cfg = DSv4Config(num_hidden_layers=5, compress_ratios=[-2, -1, 0, 4, 128])
     assert [cfg.layer_rope(i) for i in range(3)] == [(10000.0, None)] * 3
@@ -71,6 +85,12 @@ def test_postmix_rank(heads, rank, wanted):
         ({"rope_theta": True}, "rope_theta: got True"),
         ({"rms_norm_eps": 0}, "rms_norm_eps: got 0"),
         ({"indexer_loss_coeff": -1}, "indexer_loss_coeff: got -1"),
+        ({"indexer_phase": "cold"}, "indexer_phase: got 'cold'.*'dense', 'warm_up', 'sparse'"),
+        ({"index_head_dim": 96}, "index_head_dim: got 96, wanted a power of two"),
+        ({"remat": True}, "remat: got True, wanted a list of segments.*full_attn"),
+        ({"remat": ["qkv", "mlp"]}, r"remat: got \['qkv', 'mlp'\]"),
+        ({"remat": [["qkv"]]}, "remat: got"),
+        ({"v_head_dim": 0}, "v_head_dim: got 0"),
         ({"compress_ratios": [0]}, "num_hidden_layers = 43"),
         ({"compress_ratios": 0}, "compress_ratios: got 0"),
         ({"compress_ratios": [0] * 42 + [1]}, r"compress_ratios\[42\]: got 1"),

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import PADDING_STYLES, document_lengths, layout_ends, layout_segments
 from program import assert_static_and_on_device
 
 from dsv4_fusions import documents
 
 TOKENS, BATCH = 24, 4
-PADDING_STYLES = ("repeat", "diagonal")
 
 
 def loop_boundaries(ends):
@@ -45,24 +45,11 @@ def loop_runs(segments):
     return runs
 
 
-def layout_ends(lengths, tokens, style):
-    """End rows of documents of the given lengths and of the padding behind them."""
-    ends = np.repeat(np.cumsum(lengths), lengths)
-    last = len(ends)
-    padding = np.full(tokens - last, last) if style == "repeat" else np.arange(last, tokens)
-    return np.concatenate([ends, padding]).astype(np.int32)
-
-
-@st.composite
-def layouts(draw):
-    lengths, left = [], TOKENS
-    while left and draw(st.integers(0, 9)):
-        lengths.append(draw(st.integers(1, left)))
-        left -= lengths[-1]
-    return layout_ends(lengths or [1], TOKENS, draw(st.sampled_from(PADDING_STYLES)))
-
-
-batches_of_ends = st.lists(layouts(), min_size=BATCH, max_size=BATCH).map(np.stack)
+batches_of_ends = st.lists(
+    st.builds(layout_ends, document_lengths(TOKENS), st.just(TOKENS), st.sampled_from(PADDING_STYLES)),
+    min_size=BATCH,
+    max_size=BATCH,
+).map(np.stack)
 batches_of_segments = st.lists(
     st.lists(st.sampled_from([0, 0, 1, 1, 1, 2, 7]), min_size=TOKENS, max_size=TOKENS), min_size=BATCH, max_size=BATCH
 ).map(lambda rows: np.array(rows, np.int32))
@@ -177,7 +164,7 @@ def test_compressed_groups_do_not_depend_on_the_padding_style(style):
     """Documents shorter than the ratio, of one token, and of exactly the ratio."""
     lengths = [1, 3, 4, 1, 9, 2]
     got = documents.compressed_groups(documents.document_boundaries(layout_ends(lengths, TOKENS, style)), 4)
-    segments = np.concatenate([np.repeat(np.arange(1, 7), lengths), np.zeros(TOKENS - sum(lengths), int)])
+    segments = layout_segments(lengths, TOKENS)
     groups, positions, visible = loop_groups(segments, 4)
     np.testing.assert_array_equal(got.token_index[: len(groups)], groups)
     np.testing.assert_array_equal(got.is_group, np.arange(6) < len(groups))

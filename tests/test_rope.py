@@ -336,3 +336,18 @@ def test_positions_must_be_integers_of_rank_one_or_more():
         dsv4.rope_tables(jnp.ones(3), 8)
     with pytest.raises(ValueError, match="positions: got a scalar"):
         dsv4.rope_tables(jnp.int32(3), 8)
+
+
+def test_one_row_for_every_shard_of_the_tables(mesh4):
+    """In `shard_map`, x replicated and the tables not: its gradient is the sum over the shards."""
+    x = jax.random.normal(jax.random.key(0), (2, 3, 8))
+    tables, rows = dsv4.rope_tables(jnp.arange(8), 4, dtype=jnp.float32), jax.sharding.PartitionSpec("data")
+
+    def gradient(x, tables):
+        return jax.grad(lambda x: jax.lax.psum(jnp.sum(dsv4.rotate(x, tables) ** 3), "data"))(x)
+
+    everywhere = jax.sharding.PartitionSpec()
+    sharded = jax.shard_map(gradient, mesh=mesh4, in_specs=(everywhere, rows), out_specs=everywhere)
+    got = jax.jit(sharded)(x, tables)
+    whole = lambda x: jnp.sum(dsv4.rotate(jnp.tile(x, (4, 1, 1)), tables) ** 3)  # noqa: E731
+    np.testing.assert_allclose(got, jax.jit(jax.grad(whole))(x), rtol=1e-5)

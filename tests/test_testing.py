@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from dsv4_fusions import DSv4Config, DSv4HybridSelfAttention
 from dsv4_fusions.testing import assert_trees_bitwise_equal, count_mismatches
 
 FLOATS = ["bfloat16", "float16", "float32", "float64"]
@@ -155,6 +156,7 @@ def test_differences_other_than_values():
     assert "run 1 and run 2 differ in tree structure" in message(a, {"x": a["x"]}, **names)
     assert "tree structure" in message(a, [a["x"], a["y"]])
     assert "tree structure" in message(a, a | {"y": None})
+
     for other in (jnp.zeros((3, 2)), jnp.zeros(6), jnp.zeros((2, 3), jnp.int32), jnp.zeros((2, 3), jnp.bfloat16)):
         text = message(a, a | {"x": other}, **names)
         assert "run 1 and run 2 differ in shape or dtype" in text and "x" in text
@@ -190,3 +192,16 @@ def test_chex_loads_with_the_first_comparison():
     environment = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
     code += "; assert 'chex' in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_modules_that_differ_in_a_switch():
+    """Their printed structures take pages, and say nothing that a reader finds."""
+    cfg = DSv4Config(num_hidden_layers=1, compress_ratios=(0,), num_attention_heads=8)
+    layers = [
+        nnx.eval_shape(lambda on=on: DSv4HybridSelfAttention(cfg, rngs=nnx.Rngs(0), fuse_inv_rope=on))
+        for on in (False, True)
+    ]
+    layers = [jax.tree.map(lambda leaf: jnp.zeros((), leaf.dtype), layer) for layer in layers]
+    assert "nnx.to_pure_dict(nnx.state(module))" in message(*layers) and len(message(*layers)) < 400
+    states = [nnx.to_pure_dict(nnx.state(layer)) for layer in layers]
+    assert_trees_bitwise_equal(*states)

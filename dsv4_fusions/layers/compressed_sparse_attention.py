@@ -1,16 +1,25 @@
 """Attention of every head to one shared key/value row per token: window, compressed rows, or everything before."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Int
 
-from dsv4_fusions.config import HCA_RATIO, DSv4Config
+from dsv4_fusions.config import LATENT_RATIO, DSv4Config
 from dsv4_fusions.documents import DocumentBoundaries, compressed_groups
-from dsv4_fusions.kv_index import causal_index, compressed_index, window_index
+from dsv4_fusions.kv_index import (
+    causal_index,
+    compressed_index,
+    range_index,
+    selected_index,
+    visible_slots,
+    window_index,
+)
+from dsv4_fusions.layers.cache import AttentionCache, check_batch, put_rows
 from dsv4_fusions.layers.compressor import Compressor
-from dsv4_fusions.layers.switches import FusionStatus, Switches, never_active, warn_never_active
-from dsv4_fusions.ops.kv_index_remap import remap_implementation
+from dsv4_fusions.layers.indexer import Indexer, indexer_loss
+from dsv4_fusions.layers.rotary import layer_tables, token_positions
+from dsv4_fusions.layers.switches import FusionStatus, Switches, remap_status
 from dsv4_fusions.ops.sparse_attention import check_backend, sparse_attention
 
 
@@ -18,8 +27,9 @@ class CompressedSparseAttention(Switches, nnx.Module):
     """The core attention of a hybrid layer: keys are values, one head of them, and each head has a sink in its softmax.
 
     What a token attends to follows from the layer's compress ratio: -1, every token of its document up to itself;
-    0, the last `sliding_window` of those; 128, that window and every complete compressed row of its document. The rows
-    are handed to the sparse attention as a table of ids, local to the batch entry.
+    0, the last `sliding_window` of those; 2 to 127, that window and the complete compressed rows of its document that
+    an indexer selects; 128, that window and every complete compressed row of its document. The rows are handed to the
+    sparse attention as a table of ids, local to the batch entry.
 
     Attributes:
       fuse_kv_index_remap: bool switch, see `Switches`. With the `"flat"` backend and a batch above 1 the table is made
@@ -41,16 +51,20 @@ class CompressedSparseAttention(Switches, nnx.Module):
           fuse_kv_index_remap: the switch's value; None: the configuration's.
 
         Raises:
-          ValueError: a layer that the configuration does not have.
-          NotImplementedError: a compress ratio whose layer is not built yet.
+          ValueError: a layer that the configuration does not have, or one with ratio -2, which is a
+            `MQALatentAttention`.
         """
         self.cfg = cfg
-        self.ratio = _built_ratio(cfg, layer_index)
+        self.ratio = cfg.layer_ratio(layer_index)
+        if self.ratio == LATENT_RATIO:
+            wanted = "a ratio of -1, 0, or 2 to 128; MQALatentAttention is the layer of ratio -2"
+            raise ValueError(f"layer_index: got {layer_index}, whose compress ratio is -2, wanted {wanted}")
+        self.rope = cfg.layer_rope(layer_index)
         check_backend(cfg.sparse_attention_backend)
-        self.fuse_kv_index_remap = cfg.fuse_kv_index_remap if fuse_kv_index_remap is None else fuse_kv_index_remap
-        warn_never_active(cfg, fuse_kv_index_remap=self.fuse_kv_index_remap)
+        self.set_switches(cfg, fuse_kv_index_remap=fuse_kv_index_remap)
         self.sink = nnx.Param(jnp.zeros((cfg.num_attention_heads,), jnp.float32))
-        self.compressor = Compressor(cfg, self.ratio, layer_index, rngs=rngs) if self.ratio == HCA_RATIO else None
+        self.compressor = Compressor(cfg, self.ratio, layer_index, rngs=rngs) if self.ratio > 1 else None
+        self.indexer = Indexer(cfg, self.ratio, layer_index, rngs=rngs) if cfg.has_indexer(self.ratio) else None
 
     def __call__(
         self,
@@ -59,7 +73,9 @@ class CompressedSparseAttention(Switches, nnx.Module):
         x: Float[Array, "batch tokens hidden"],
         boundaries: DocumentBoundaries | None = None,
         positions: Int[Array, "*batch tokens"] | None = None,
-    ) -> Float[Array, "batch tokens heads head_dim"]:
+        latent: Float[Array, "batch tokens q_lora_rank"] | None = None,
+        loss_mask: Array | None = None,
+    ) -> tuple[Float[Array, "batch tokens heads head_dim"], dict[str, Float[Array, ""]]]:
         """Attends, causally and within each document.
 
         Args:
@@ -68,27 +84,120 @@ class CompressedSparseAttention(Switches, nnx.Module):
           x: hidden states, from which the compressed rows are made.
           boundaries: documents of the rows [batch, tokens]; None: every row is one document.
           positions: rotary positions of the tokens, int [tokens] or [batch, tokens]; None: counted within the document.
+          latent: normalised low-rank queries, which the indexer of a layer that has one reads.
+          loss_mask: [batch, tokens] bools or numbers, which tokens count in the indexer's loss; None: all that are no
+            padding.
 
         Returns:
-          Array like `q`, still rotated. Rows of padding tokens are 0.
+          Array like `q`, still rotated; rows of padding tokens are 0. And the auxiliary losses by name:
+          "indexer_loss" where the layer has an indexer and `cfg.indexer_loss_coeff` is above 0.
+
+        Raises:
+          ValueError: no `latent` where there is an indexer.
         """
         batch, tokens, _ = kv.shape
-        groups = None
-        if self.compressor is not None:
-            groups = None if boundaries is None else compressed_groups(boundaries, self.ratio)
-            compressed = self.compressor(x, groups, positions)
-            if compressed is not None:
-                kv = jnp.concatenate([kv, compressed], axis=1)
-        index = self._index(tokens, boundaries, groups)
-        index = jnp.broadcast_to(index, (batch, *index.shape[-2:]))
-        return sparse_attention(
-            q,
-            kv,
-            index,
-            self.sink[...],
-            backend=self.cfg.sparse_attention_backend,
-            fuse_kv_index_remap=self._remap_status(index).active,
+        groups = None if boundaries is None or self.compressor is None else compressed_groups(boundaries, self.ratio)
+        compressed = None if self.compressor is None else self.compressor(x, groups, positions)
+        self._check_latent(latent)
+        aux = {"indexer_loss": jnp.zeros((), jnp.float32)} if self._teaches else {}
+        if self.ratio == -1:
+            index = causal_index(tokens, boundaries)
+        else:
+            index = window_index(tokens, self.cfg.sliding_window, boundaries)
+        if compressed is not None:
+            kv = jnp.concatenate([kv, compressed], axis=1)
+            if self._selects or self._teaches:
+                seen = visible_slots(tokens, self.ratio, groups)
+                keys = self.indexer.compressor(lax.stop_gradient(x), groups, positions)
+                tables = layer_tables(self.cfg, self.rope, token_positions(batch, tokens, boundaries, positions))
+                teacher = (q, compressed, self.cfg.head_dim**-0.5) if self._teaches else None
+                topk = self.cfg.index_topk if self._selects else keys.shape[1]
+                selected, divergence = self.indexer(x, latent, tables, keys, *seen, topk, teacher)
+                if self._teaches:
+                    is_valid = None if boundaries is None else boundaries.is_valid
+                    aux = {"indexer_loss": indexer_loss(self.cfg, divergence, is_valid, loss_mask)}
+            if self._selects:
+                far = selected_index(selected, *seen, tokens)
+            else:
+                far = compressed_index(tokens, self.ratio, tokens, groups)
+            index = _joined(index, far)
+        return self._attend(q, kv, jnp.broadcast_to(index, (batch, *index.shape[-2:]))), aux
+
+    def init_cache(self, batch: int, max_length: int) -> AttentionCache:
+        """An empty cache.
+
+        Args:
+          batch: batch entries.
+          max_length: tokens that a sequence may come to have; what is decoded behind them is not attended to.
+
+        Returns:
+          The cache, in the compute dtype.
+        """
+        cfg, dtype = self.cfg, jnp.dtype(self.cfg.dtype)
+        rows = max_length if self.ratio == -1 else cfg.sliding_window - 1
+        return AttentionCache(
+            jnp.zeros((), jnp.int32),
+            jnp.zeros((batch, rows, cfg.head_dim), dtype),
+            None if self.compressor is None else self.compressor.init_cache(batch, max_length),
+            self.indexer.compressor.init_cache(batch, max_length) if self._selects else None,
         )
+
+    def decode(
+        self,
+        q: Float[Array, "batch tokens heads head_dim"],
+        kv: Float[Array, "batch tokens head_dim"],
+        x: Float[Array, "batch tokens hidden"],
+        cache: AttentionCache,
+        latent: Float[Array, "batch tokens q_lora_rank"] | None = None,
+    ) -> tuple[Float[Array, "batch tokens heads head_dim"], AttentionCache]:
+        """Attends from the next tokens of one document a batch entry to those and the cached ones.
+
+        Args:
+          q: queries of the next tokens, rotated at their positions, from `cache.length` on.
+          kv: their key/value rows, likewise.
+          x: their hidden states.
+          cache: of the tokens before.
+          latent: their low-rank queries, as of a call.
+
+        Returns:
+          Array like `q`, still rotated, and the cache with the next tokens in it.
+
+        Raises:
+          ValueError: a cache for another batch, no `latent` where there is an indexer.
+        """
+        check_batch(cache, x)
+        self._check_latent(latent)
+        batch, tokens, _ = kv.shape
+        length = cache.length
+        position = length + jnp.arange(tokens, dtype=jnp.int32)
+        if self.ratio == -1:
+            rows = kept = put_rows(cache.kv, kv, position)
+            index = range_index(jnp.zeros_like(position), position + 1, rows.shape[1])
+        else:
+            rows = jnp.concatenate([cache.kv, kv], axis=1)
+            kept = rows[:, tokens:]
+            # The row of the first token in `rows` is the window's width less one: ids of a window before it are rows
+            # that the sequence does not have yet.
+            before = cache.kv.shape[1]
+            missing = jnp.maximum(before - length, 0)
+            row = jnp.arange(tokens, dtype=jnp.int32)[:, None] + jnp.arange(before + 1, dtype=jnp.int32)
+            index = jnp.where(row >= missing, row, -1)
+        compressor, indexer = cache.compressor, cache.indexer
+        if self.compressor is not None:
+            compressor = self.compressor.extend(x, compressor, length)
+            offset, num_slots = rows.shape[1], compressor.rows.shape[1]
+            rows = jnp.concatenate([rows, compressor.rows], axis=1)
+            seen = jnp.zeros_like(position), jnp.minimum((position + 1) // self.ratio, num_slots)
+            if self._selects:
+                indexer = self.indexer.compressor.extend(x, indexer, length)
+                tables = layer_tables(self.cfg, self.rope, position)
+                selected, _ = self.indexer(x, latent, tables, indexer.rows, *seen, self.cfg.index_topk, None)
+                far = selected_index(selected, *seen, offset)
+            else:
+                far = range_index(*seen, num_slots, offset)
+            index = _joined(index, far)
+        o = self._attend(q, rows, jnp.broadcast_to(index, (batch, *index.shape[-2:])))
+        return o, AttentionCache(length + tokens, kept, compressor, indexer)
 
     def explain_fusions(self, q=None) -> dict[str, FusionStatus]:
         """What the fusion of this module does, without running it.
@@ -99,42 +208,41 @@ class CompressedSparseAttention(Switches, nnx.Module):
         Returns:
           {"fuse_kv_index_remap": FusionStatus}.
         """
-        if q is None:
-            return {"fuse_kv_index_remap": self._remap_status(None)}
-        batch, tokens = q.shape[:2]
-        table = jax.eval_shape(lambda: self._index(tokens))
-        return {"fuse_kv_index_remap": self._remap_status(jax.ShapeDtypeStruct((batch, *table.shape), table.dtype))}
+        shape = None if q is None else (q.shape[0], q.shape[1], self.table_width(q.shape[1]))
+        return {"fuse_kv_index_remap": remap_status(self.cfg, self.fuse_kv_index_remap, shape)}
 
-    def _index(self, tokens, boundaries=None, groups=None):
-        """Local ids of the rows that each token attends to, [tokens, topk], or [batch, tokens, topk] with documents."""
+    def table_width(self, tokens: int) -> int:
+        """Columns of the table of ids for this many tokens."""
         if self.ratio == -1:
-            return causal_index(tokens, boundaries)
-        window = window_index(tokens, self.cfg.sliding_window, boundaries)
-        if self.compressor is None:
-            return window
-        return jnp.concatenate([window, compressed_index(tokens, self.ratio, tokens, groups)], axis=-1)
+            return tokens
+        slots = tokens // self.ratio if self.ratio > 1 else 0
+        return self.cfg.sliding_window + (min(slots, self.cfg.index_topk) if self._selects else slots)
 
-    def _remap_status(self, index):
-        """The status for a table of this shape [batch, tokens, topk]; None: unknown."""
-        never = never_active(self.cfg).get("fuse_kv_index_remap")
-        if never is not None:
-            return FusionStatus(False, None, never)
-        batch, elements = (None, 0) if index is None else (index.shape[0], index.shape[1] * index.shape[2])
-        implementation = remap_implementation(elements=elements)
-        if not self.fuse_kv_index_remap:
-            return FusionStatus(False, implementation, "fuse_kv_index_remap is False")
-        if batch == 1:
-            return FusionStatus(False, None, "batch 1: a reshape")
-        reason = "batch unknown: fused above 1, a reshape at 1" if batch is None else f"batch {batch}"
-        return FusionStatus(True, implementation, reason)
+    @property
+    def _selects(self):
+        return self.indexer is not None and self.cfg.indexer_phase == "sparse"
 
+    @property
+    def _teaches(self):
+        return self.indexer is not None and self.cfg.indexer_loss_coeff > 0
 
-def _built_ratio(cfg, layer_index):
-    if not 0 <= layer_index < cfg.num_hidden_layers:
-        raise ValueError(f"layer_index: got {layer_index}, wanted 0 to {cfg.num_hidden_layers - 1}")
-    ratio = cfg.compress_ratios[layer_index]
-    if ratio not in (-1, 0, HCA_RATIO):
-        raise NotImplementedError(
-            f"compress_ratios[{layer_index}] = {ratio} is not built yet; -1, 0 and {HCA_RATIO} are"
+    def _check_latent(self, latent):
+        if self.indexer is not None and latent is None:
+            raise ValueError("latent: got None, wanted the low-rank queries, which the indexer reads")
+
+    def _attend(self, q, rows, index):
+        status = remap_status(self.cfg, self.fuse_kv_index_remap, index.shape)
+        return sparse_attention(
+            q,
+            rows,
+            index,
+            self.sink[...],
+            backend=self.cfg.sparse_attention_backend,
+            fuse_kv_index_remap=status.active,
         )
-    return ratio
+
+
+def _joined(*tables):
+    """Tables of ids side by side, with or without a batch axis."""
+    lead = jnp.broadcast_shapes(*(table.shape[:-1] for table in tables))
+    return jnp.concatenate([jnp.broadcast_to(t, (*lead, t.shape[-1])) for t in tables], axis=-1)

@@ -7,10 +7,12 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_fusions.config import DSv4Config
 from dsv4_fusions.documents import from_segment_ids
+from dsv4_fusions.layers.cache import AttentionCache
 from dsv4_fusions.layers.compressed_sparse_attention import CompressedSparseAttention
-from dsv4_fusions.layers.norms import RMSNorm, rms_normalize
+from dsv4_fusions.layers.norms import rms_normalize
+from dsv4_fusions.layers.projections import check_input, gated, linear, recomputed, rms_norm
 from dsv4_fusions.layers.rotary import layer_tables, rotate_row, token_positions
-from dsv4_fusions.layers.switches import FusionStatus, Switches, forwarded, never_active, warn_never_active
+from dsv4_fusions.layers.switches import FusionStatus, Switches, forwarded, never_active
 from dsv4_fusions.ops.inv_rope_postmix import (
     check_backward,
     grouped_postmix,
@@ -72,30 +74,21 @@ class DSv4HybridSelfAttention(Switches, nnx.Module):
             configuration's.
 
         Raises:
-          ValueError: a layer that the configuration does not have, an unknown name.
+          ValueError: a layer that the configuration does not have or whose ratio is -2, an unknown name.
           TypeError: a fusion switch that is no bool.
-          NotImplementedError: a compress ratio or a rematerialisation that is not built yet.
         """
-        if cfg.remat:
-            raise NotImplementedError(f"remat = {cfg.remat!r} is not built yet")
         self.core_attention = CompressedSparseAttention(cfg, layer_index, rngs=rngs, fuse_kv_index_remap=False)
         self.cfg = cfg
         # What the layer is, rather than its number: layers of one kind can be stacked for a scan.
         self.rope = cfg.layer_rope(layer_index)
-        dtype, param_dtype = jnp.dtype(cfg.dtype), jnp.dtype(cfg.param_dtype)
+        param_dtype = jnp.dtype(cfg.param_dtype)
         heads, groups = cfg.num_attention_heads, cfg.o_groups
 
-        def linear(width_in, width_out):
-            return nnx.Linear(width_in, width_out, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-
-        def norm(width):
-            return RMSNorm(width, eps=cfg.rms_norm_eps, param_dtype=param_dtype)
-
-        self.q_down = linear(cfg.hidden_size, cfg.q_lora_rank)
-        self.q_norm = norm(cfg.q_lora_rank)
-        self.q_up = linear(cfg.q_lora_rank, heads * cfg.head_dim)
-        self.kv_proj = linear(cfg.hidden_size, cfg.head_dim)
-        self.kv_norm = norm(cfg.head_dim)
+        self.q_down = linear(cfg, cfg.hidden_size, cfg.q_lora_rank, rngs=rngs)
+        self.q_norm = rms_norm(cfg, cfg.q_lora_rank)
+        self.q_up = linear(cfg, cfg.q_lora_rank, heads * cfg.head_dim, rngs=rngs)
+        self.kv_proj = linear(cfg, cfg.hidden_size, cfg.head_dim, rngs=rngs)
+        self.kv_norm = rms_norm(cfg, cfg.head_dim)
         if cfg.use_vha_attention:
             shape = (groups, heads // groups) if cfg.vha_postmix_grouped else (heads,)
             shape = (*shape, cfg.postmix_rank)
@@ -105,20 +98,23 @@ class DSv4HybridSelfAttention(Switches, nnx.Module):
         group_width = heads * cfg.head_dim // groups
         self.o_down = nnx.Param(grouped(rngs.params(), (groups, group_width, cfg.o_lora_rank), param_dtype))
         if cfg.gated_attention:
-            self.gate_proj = linear(cfg.hidden_size, groups * cfg.o_lora_rank)
-        self.o_proj = linear(groups * cfg.o_lora_rank, cfg.hidden_size)
+            self.gate_proj = linear(cfg, cfg.hidden_size, groups * cfg.o_lora_rank, rngs=rngs)
+        self.o_proj = linear(cfg, groups * cfg.o_lora_rank, cfg.hidden_size, rngs=rngs)
 
-        self.fuse_inv_rope = cfg.fuse_inv_rope if fuse_inv_rope is None else fuse_inv_rope
-        self.fuse_kv_index_remap = cfg.fuse_kv_index_remap if fuse_kv_index_remap is None else fuse_kv_index_remap
-        self.postmix_backward = cfg.postmix_backward if postmix_backward is None else postmix_backward
-        self.implementation = cfg.implementation if implementation is None else implementation
-        warn_never_active(cfg, fuse_inv_rope=self.fuse_inv_rope, fuse_kv_index_remap=self.fuse_kv_index_remap)
+        self.set_switches(
+            cfg,
+            fuse_inv_rope=fuse_inv_rope,
+            fuse_kv_index_remap=fuse_kv_index_remap,
+            postmix_backward=postmix_backward,
+            implementation=implementation,
+        )
 
     def __call__(
         self,
         x: Float[Array, "batch tokens hidden"],
         segment_ids: Int[Array, "batch tokens"] | None = None,
         positions: Int[Array, "*batch tokens"] | None = None,
+        loss_mask: Array | None = None,
     ) -> tuple[Float[Array, "batch tokens hidden"], dict[str, Float[Array, ""]]]:
         """Attends, causally and within each document.
 
@@ -126,34 +122,75 @@ class DSv4HybridSelfAttention(Switches, nnx.Module):
           x: hidden states.
           segment_ids: document of each token, 0 for padding, whose output is 0; None: every row is one document.
           positions: rotary positions, int [tokens] or [batch, tokens]; None: counted within the document.
+          loss_mask: [batch, tokens] bools or numbers, which tokens count in the auxiliary losses; None: all that are no
+            padding.
 
         Returns:
-          Array like `x` in the compute dtype, and the layer's auxiliary losses by name (the ratios built so far have
-          none).
+          Array like `x` in the compute dtype, and the layer's auxiliary losses by name: "indexer_loss", already times
+          `cfg.indexer_loss_coeff`, where there is an indexer and the coefficient is above 0.
 
         Raises:
           ValueError: shapes that do not fit, or an `implementation` that cannot run here.
           TypeError: segment ids or positions that are no integers.
         """
-        self._check_input(x, segment_ids)
-        batch, tokens, _ = x.shape
-        cfg = self.cfg
-        x = x.astype(cfg.dtype)
+        check_input(self.cfg, x, segment_ids, loss_mask)
         boundaries = None if segment_ids is None else from_segment_ids(segment_ids)
-        tables = layer_tables(cfg, self.rope, token_positions(batch, tokens, boundaries, positions))
+        forward = recomputed(self.cfg, "full_attn", self._forward)
+        return forward(x.astype(self.cfg.dtype), boundaries, positions, loss_mask)
 
-        q = self.q_up(self.q_norm(self.q_down(x))).reshape(batch, tokens, cfg.num_attention_heads, cfg.head_dim)
+    def init_cache(self, batch: int, max_length: int) -> AttentionCache:
+        """An empty cache for `decode`; see `CompressedSparseAttention.init_cache`."""
+        return self.core_attention.init_cache(batch, max_length)
+
+    def decode(
+        self, x: Float[Array, "batch tokens hidden"], cache: AttentionCache
+    ) -> tuple[Float[Array, "batch tokens hidden"], AttentionCache]:
+        """The next tokens of a sequence that is one document: many at once for a prompt, one at a time behind it.
+
+        Args:
+          x: hidden states of the next tokens; the first one stands at position `cache.length`.
+          cache: of the tokens before, from `init_cache` or the last call.
+
+        Returns:
+          What a call on the whole sequence gives for these tokens, up to rounding, and the new cache.
+        """
+        check_input(self.cfg, x)
+        x = x.astype(self.cfg.dtype)
+        tables = layer_tables(self.cfg, self.rope, cache.length + jnp.arange(x.shape[1], dtype=jnp.int32))
+        q, kv, latent = self._queries_and_rows(x, tables)
+        o, cache = self.core_attention.decode(q, kv, x, cache, latent)
+        return self._output(o, x, tables), cache
+
+    def table_width(self, tokens: int) -> int:
+        """Columns of the core attention's table of ids for this many tokens."""
+        return self.core_attention.table_width(tokens)
+
+    def _forward(self, x, boundaries, positions, loss_mask):
+        batch, tokens, _ = x.shape
+        tables = layer_tables(self.cfg, self.rope, token_positions(batch, tokens, boundaries, positions))
+        q, kv, latent = recomputed(self.cfg, "qkv", self._queries_and_rows)(x, tables)
+        o, aux = self.core_attention(q, kv, x, boundaries, positions, latent, loss_mask)
+        return self._output(o, x, tables), aux
+
+    def _queries_and_rows(self, x, tables):
+        cfg = self.cfg
+        latent = self.q_norm(self.q_down(x))
+        q = self.q_up(latent).reshape(*x.shape[:2], cfg.num_attention_heads, cfg.head_dim)
         q = rotate(rms_normalize(q, cfg.rms_norm_eps), tables)
-        kv = rotate_row(self.kv_norm(self.kv_proj(x)), tables)
-        o = self.core_attention(q, kv, x, boundaries, positions)
-        o = self._inverse_rotation_and_postmix(o, tables)
+        return q, rotate_row(self.kv_norm(self.kv_proj(x)), tables), latent
 
-        o = o.reshape(batch, tokens, cfg.o_groups, self.o_down.shape[1])
+    def _output(self, o, x, tables):
+        o = recomputed(self.cfg, "post_core", self._post_core)(o, tables)
+        if self.cfg.gated_attention:
+            o = gated(self.cfg, o, x, self.gate_proj)
+        return self.o_proj(o)
+
+    def _post_core(self, o, tables):
+        cfg = self.cfg
+        o = self._inverse_rotation_and_postmix(o, tables)
+        o = o.reshape(*o.shape[:2], cfg.o_groups, self.o_down.shape[1])
         o = jnp.einsum("btgc,gcr->btgr", o, self.o_down[...].astype(cfg.dtype))
-        o = o.reshape(batch, tokens, self.o_proj.kernel.shape[0])
-        if cfg.gated_attention:
-            o = o * jax.nn.sigmoid(self.gate_proj(x))
-        return self.o_proj(o), {}
+        return o.reshape(*o.shape[:2], self.o_proj.kernel.shape[0])
 
     def explain_fusions(self, x=None) -> dict[str, FusionStatus]:
         """What every fusion of this layer does and why, from the function that the forward decides with.
@@ -184,10 +221,13 @@ class DSv4HybridSelfAttention(Switches, nnx.Module):
         reason = never_active(cfg).get("fuse_inv_rope") or falls_back
         if reason is None and not self.fuse_inv_rope:
             reason = "fuse_inv_rope is False"
+        applies = f"{cfg.dtype}, {cfg.qk_rope_head_dim} rotary channels"
+        if "vha_postmix" in cfg.remat:
+            applies += "; subsumes the remat segment vha_postmix: nothing is saved that it could compute again"
         return FusionStatus(
             active=reason is None,
             implementation=implementation if cfg.use_vha_attention else None,
-            reason=reason or f"{cfg.dtype}, {cfg.qk_rope_head_dim} rotary channels",
+            reason=reason or applies,
         )
 
     def _inverse_rotation_and_postmix(self, o, tables: RopeTables):
@@ -206,10 +246,5 @@ class DSv4HybridSelfAttention(Switches, nnx.Module):
             fused, unfused = inv_rope_vha_postmix, vha_postmix
         if status.active:
             return fused(o, *weights, tables, **how)
-        return unfused(rotate(o, tables, inverse=True), *weights, **how)
-
-    def _check_input(self, x, segment_ids):
-        if x.ndim != 3 or x.shape[-1] != self.cfg.hidden_size:
-            raise ValueError(f"x: got shape {x.shape}, wanted [batch, tokens, {self.cfg.hidden_size}]")
-        if segment_ids is not None and segment_ids.shape != x.shape[:2]:
-            raise ValueError(f"segment_ids: got shape {segment_ids.shape}, wanted {x.shape[:2]}, one id per token of x")
+        rotated = rotate(o, tables, inverse=True)
+        return recomputed(cfg, "vha_postmix", lambda x, *weights: unfused(x, *weights, **how))(rotated, *weights)

@@ -90,13 +90,17 @@ class _Twin(Switches, nn.Module):
     @nn.compact
     def __call__(self, *args, **kwargs):
         """Arguments and results as of the NNX layer."""
-        graphdef, state = self._structure()
-        params = self.variables.get("params", {})
-        if self.is_initializing() and not params:
+        if self.is_initializing() and not self.variables.get("params", {}):
             params = params_from_nnx(_make(self.NNX, nnx.Rngs(self.make_rng("params")), self._arguments()))
             for name, value in params.items():
                 self.put_variable("params", name, value)
-        return nnx.merge(graphdef, _filled(type(self).__name__, state, params))(*args, **kwargs)
+        return self._nnx()(*args, **kwargs)
+
+    @nn.nowrap
+    def _nnx(self):
+        """The NNX module with this one's parameters."""
+        graphdef, state = self._structure()
+        return nnx.merge(graphdef, _filled(type(self).__name__, state, self.variables.get("params", {})))
 
 
 def _make(cls, rngs, arguments):
@@ -187,6 +191,19 @@ def _twin(cls):
             return nnx.merge(*self._structure()).explain_fusions(*args, **kwargs)
 
         namespace["explain_fusions"] = explain_fusions
+    if hasattr(cls, "init_cache"):
+
+        @nn.nowrap
+        @functools.wraps(cls.init_cache)
+        def init_cache(self, *args, **kwargs):
+            return nnx.merge(*self._structure()).init_cache(*args, **kwargs)
+
+        @functools.wraps(cls.decode if hasattr(cls, "decode") else cls.extend)
+        def decode(self, *args, **kwargs):
+            module = self._nnx()
+            return (module.decode if hasattr(cls, "decode") else module.extend)(*args, **kwargs)
+
+        namespace |= {"init_cache": init_cache, "decode" if hasattr(cls, "decode") else "extend": decode}
     return type(cls.__name__, (_Twin,), namespace)
 
 
@@ -194,6 +211,7 @@ RMSNorm = _twin(layers.RMSNorm)
 Compressor = _twin(layers.Compressor)
 CompressedSparseAttention = _twin(layers.CompressedSparseAttention)
 DSv4HybridSelfAttention = _twin(layers.DSv4HybridSelfAttention)
+MQALatentAttention = _twin(layers.MQALatentAttention)
 SwiGLU = _twin(layers.SwiGLU)
 DecoderBlock = _twin(layers.DecoderBlock)
 Decoder = _twin(layers.Decoder)

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dsv4_fusions import numerics
@@ -60,3 +62,22 @@ def layer_tables(cfg: DSv4Config, rope: Rope, positions: Int[Array, "*batch toke
 def rotate_row(x: Float[Array, "batch tokens head_dim"], tables: RopeTables) -> Float[Array, "batch tokens head_dim"]:
     """`rotate` for rows of a single head."""
     return rotate(x[:, :, None], tables)[:, :, 0]
+
+
+def hadamard(x: Float[Array, "*batch channels"]) -> Float[Array, "*batch channels"]:
+    """Multiplies each row by the Hadamard matrix of its width, scaled to be orthogonal (Sylvester's construction).
+
+    It spreads outliers over the channels and leaves inner products of two rotated rows as they were, up to rounding.
+
+    Args:
+      x: rows; the number of channels is a power of two.
+
+    Returns:
+      Array like `x`, accumulated in f32 and rounded once.
+    """
+    channels = x.shape[-1]
+    index = np.arange(channels)
+    ones = np.bitwise_count(index[:, None] & index) % 2
+    matrix = jnp.asarray(1.0 - 2.0 * ones, x.dtype)  # +-1, exact in every dtype
+    wide = jnp.einsum("...c,cd->...d", x, matrix, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    return (wide * np.float32(channels**-0.5)).astype(x.dtype)

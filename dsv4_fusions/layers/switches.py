@@ -8,9 +8,12 @@ from typing import Any
 
 import flax
 
-from dsv4_fusions.config import DSv4Config
+from dsv4_fusions.config import LATENT_RATIO, DSv4Config
 from dsv4_fusions.dispatch import IMPLEMENTATIONS
 from dsv4_fusions.ops.inv_rope_postmix import BACKWARDS
+from dsv4_fusions.ops.kv_index_remap import remap_implementation
+
+LATENT_VALUES = "the values of latent attention are not rotated"
 
 _KNOWN = {"postmix_backward": BACKWARDS, "implementation": (None, *IMPLEMENTATIONS)}
 
@@ -72,6 +75,17 @@ class Switches:
             raise ValueError(f"{owner}.{name}: got {value!r}, wanted one of {', '.join(map(str, _KNOWN[name]))}")
         super().__setattr__(name, value)
 
+    def set_switches(self, cfg: DSv4Config, **given: bool | str | None) -> None:
+        """Sets the switches as given, or as the configuration has them where that is None, and warns about idle ones.
+
+        Args:
+          cfg: the configuration.
+          **given: value or None for every switch of the class.
+        """
+        for name, value in given.items():
+            setattr(self, name, getattr(cfg, name) if value is None else value)
+        warn_never_active(cfg, **{name: getattr(self, name) for name in self.SWITCHES})
+
 
 def forwarded(name: str, modules: Callable[[Any], Sequence[Any]]) -> property:
     """A switch whose home is in other modules: assigning sets it in all of them, reading gives the value they share.
@@ -113,11 +127,37 @@ def never_active(cfg: DSv4Config) -> dict[str, str]:
         reasons["fuse_inv_rope"] = "use_vha_attention is False: there is no postmix to fold the rotation into"
     elif cfg.qk_rope_head_dim == 0:
         reasons["fuse_inv_rope"] = "qk_rope_head_dim is 0: there is nothing to rotate"
+    elif all(ratio == LATENT_RATIO for ratio in cfg.compress_ratios):
+        reasons["fuse_inv_rope"] = f"compress_ratios are all {LATENT_RATIO}: {LATENT_VALUES}"
     if cfg.sparse_attention_backend != "flat":
         reasons["fuse_kv_index_remap"] = (
             f"sparse_attention_backend is {cfg.sparse_attention_backend!r}: it reads per-batch ids, nothing is remapped"
         )
     return reasons
+
+
+def remap_status(cfg: DSv4Config, switch: bool, shape: tuple[int, int, int] | None) -> FusionStatus:
+    """What `fuse_kv_index_remap` does with a table of ids.
+
+    Args:
+      cfg: the configuration.
+      switch: the switch's value.
+      shape: of the table, [batch, tokens, topk]; None: unknown.
+
+    Returns:
+      The status.
+    """
+    never = never_active(cfg).get("fuse_kv_index_remap")
+    if never is not None:
+        return FusionStatus(False, None, never)
+    batch, elements = (None, 0) if shape is None else (shape[0], shape[1] * shape[2])
+    implementation = remap_implementation(elements=elements)
+    if not switch:
+        return FusionStatus(False, implementation, "fuse_kv_index_remap is False")
+    if batch == 1:
+        return FusionStatus(False, None, "batch 1: a reshape")
+    reason = "batch unknown: fused above 1, a reshape at 1" if batch is None else f"batch {batch}"
+    return FusionStatus(True, implementation, reason)
 
 
 def warn_never_active(cfg: DSv4Config, **switches: bool) -> None:

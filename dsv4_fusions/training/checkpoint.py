@@ -144,29 +144,60 @@ def load_run(directory: str | os.PathLike, start: State, description: Mapping[st
     Raises:
       ValueError: there is no checkpoint, it is of a run that would give other bits, or some leaf does not fit.
     """
-    import orbax.checkpoint as ocp
-
-    with _manager(directory, read_only=True) as manager:
-        step = manager.latest_step()
-        if step is None:
-            raise ValueError(f"{directory}: got no checkpoint in there, wanted one to resume from")
-        try:
-            saved = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
-            steps = saved["steps"]
-        except KeyError:
-            raise ValueError(f"{directory}: got another program's checkpoints, wanted those of save_run") from None
-    for part, wanted in description.items():
-        for name, value in wanted.items():
-            if saved[part].get(name) != value:
-                raise ValueError(
-                    f"{part}.{name}: got {value!r}, but the run in {directory} has {saved[part].get(name)!r}"
-                )
+    step, saved = _newest(directory)
+    _check_description(directory, saved, description)
     folder = Path(directory, str(step))
     params, opt_state = (
         _fill(like, _read(folder / name, _as_dicts(like)))
         for name, like in (("params", start.params), ("opt_state", start.opt_state))
     )
-    return State(step, params, opt_state), steps
+    return State(step, params, opt_state), saved["steps"]
+
+
+def load_run_params(directory: str | os.PathLike, cfg: DSv4Config, model: nnx.Module) -> int:
+    """Puts the parameters of a run's newest checkpoint into a model.
+
+    Args:
+      directory: of the run.
+      cfg: the model's configuration, which must be the run's up to the fusion switches.
+      model: the decoder.
+
+    Returns:
+      The checkpoint's step.
+
+    Raises:
+      ValueError: there is no checkpoint, it is of another configuration, or some leaf does not fit.
+    """
+    step, saved = _newest(directory)
+    _check_description(directory, saved, {"model": describe_run(cfg, TrainConfig(), [])["model"]})
+    load_params(Path(directory, str(step), "params"), model)
+    return step
+
+
+def _newest(directory):
+    """Step of a run's newest checkpoint, and what was saved about the run."""
+    import orbax.checkpoint as ocp
+
+    with _manager(directory, read_only=True) as manager:
+        step = manager.latest_step()
+        if step is None:
+            raise ValueError(f"{directory}: got no checkpoint in there, wanted that of a run")
+        try:
+            saved = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
+            saved["steps"]
+        except KeyError:
+            raise ValueError(f"{directory}: got another program's checkpoints, wanted those of save_run") from None
+    return step, saved
+
+
+def _check_description(directory, saved, description):
+    # A field that is younger than the run had its default then.
+    defaults = {"model": DSv4Config, "train": TrainConfig}
+    for part, wanted in description.items():
+        for name, value in wanted.items():
+            had = saved[part].get(name, getattr(defaults.get(part), name, None))
+            if json.loads(json.dumps(had, default=dict)) != value:
+                raise ValueError(f"{part}.{name}: got {value!r}, but the run in {directory} has {had!r}")
 
 
 def _params(module):

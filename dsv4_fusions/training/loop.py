@@ -53,7 +53,10 @@ class Run:
 
 @functools.cache  # one object per configuration, so that a second run finds the first one's compiled step
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW with clipping, linear warm-up and cosine decay to zero; vectors and scalars are not decayed."""
+    """AdamW with clipping, linear warm-up and cosine decay to zero; vectors and scalars are not decayed.
+
+    With `train_only`, the gradients of all other parameters are dropped before anything sees them.
+    """
     schedule = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, config.warmup_steps, config.steps)
     if config.warmup_steps == 0:
         schedule = optax.cosine_decay_schedule(config.learning_rate, config.steps)
@@ -65,7 +68,20 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         weight_decay=config.weight_decay,
         mask=lambda params: jax.tree.map(lambda array: array.ndim >= 2, params),
     )
-    return optax.chain(optax.clip_by_global_norm(config.grad_clip), adamw)
+    optimizer = optax.chain(optax.clip_by_global_norm(config.grad_clip), adamw)
+    if config.train_only is None:
+        return optimizer
+
+    def label(path, _):
+        return (
+            "trained"
+            if config.train_only in jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+            else "kept"
+        )
+
+    return optax.partition(
+        {"trained": optimizer, "kept": optax.set_to_zero()}, lambda params: jax.tree.map_with_path(label, params)
+    )
 
 
 def loss_sum(graphdef: nnx.GraphDef, params: nnx.State, batch: Rows):
@@ -127,7 +143,15 @@ def evaluate(graphdef: nnx.GraphDef, params: nnx.State, rows: Rows, batch_size: 
 
 
 def initial_state(model: Decoder, config: TrainConfig) -> State:
-    """Where a run of a decoder starts: its parameters and a fresh optimizer."""
+    """Where a run of a decoder starts: its parameters and a fresh optimizer.
+
+    Raises:
+      ValueError: `train_only` is "indexer" and nothing teaches one.
+    """
+    cfg = model.cfg
+    if config.train_only and not (cfg.indexer_loss_coeff > 0 and any(map(cfg.has_indexer, cfg.compress_ratios))):
+        wanted = "a model with an indexer and an indexer_loss_coeff above 0"
+        raise ValueError(f"train_only: got {config.train_only!r}, wanted {wanted} with it")
     params = nnx.state(model, nnx.Param)
     return State(0, params, make_optimizer(config).init(params))
 

@@ -1,18 +1,35 @@
 """The core attention's parameters and status; its values are tested through the layer (test_dsv4_attention.py)."""
 
+import re
+
 import jax
 import pytest
 from flax import nnx
 from layers.common import forward_jaxpr, make_input, make_layer, small_config
 
-from dsv4_fusions.layers import CompressedSparseAttention, FusionStatus, compressed_sparse_attention
+from dsv4_fusions.layers import CompressedSparseAttention, FusionStatus, switches
 
 
-def test_only_ratio_128_has_a_compressor():
-    cfg = small_config(compress_ratios=(0, -1, 128))
-    make = lambda i: CompressedSparseAttention(cfg, i, rngs=nnx.Rngs(0))  # noqa: E731
-    have = [nnx.eval_shape(lambda i=i: make(i)).compressor is not None for i in range(3)]
-    assert have == [False, False, True]
+@pytest.mark.parametrize("phase, indexer", [("sparse", True), ("warm_up", True), ("dense", False)])
+def test_which_ratio_has_a_compressor_and_an_indexer(phase, indexer):
+    cfg = small_config(compress_ratios=(0, -1, 2, 127, 128), num_hidden_layers=5, indexer_phase=phase)
+    made = [nnx.eval_shape(lambda i=i: CompressedSparseAttention(cfg, i, rngs=nnx.Rngs(0))) for i in range(5)]
+    assert [core.compressor is not None for core in made] == [False, False, True, True, True]
+    assert [core.indexer is not None for core in made] == [False, False, indexer, indexer, False]
+    assert [core.compressor.overlap for core in made[2:]] == [True, True, False]
+
+
+def test_latent_layers_and_layers_that_are_not_there():
+    cfg = small_config(compress_ratios=(0, -2, 4))
+    wanted = "layer_index: got 1, whose compress ratio is -2, wanted a ratio of -1, 0, or 2 to 128; MQALatentAttention"
+    with pytest.raises(ValueError, match=re.escape(wanted)):
+        CompressedSparseAttention(cfg, 1, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="layer_index: got 3, wanted 0 to 2"):
+        CompressedSparseAttention(cfg, 3, rngs=nnx.Rngs(0))
+    core = CompressedSparseAttention(cfg, 2, rngs=nnx.Rngs(0))
+    q = jax.numpy.zeros((1, 8, 4, 12), "bfloat16")
+    with pytest.raises(ValueError, match="latent: got None, wanted the low-rank queries"):
+        core(q, q[:, :, 0], jax.numpy.zeros((1, 8, 24), "bfloat16"))
 
 
 def test_status_without_a_layer_around():
@@ -22,11 +39,11 @@ def test_status_without_a_layer_around():
     assert told["fuse_kv_index_remap"] == FusionStatus(True, "xla", "batch unknown: fused above 1, a reshape at 1")
 
 
-@pytest.mark.parametrize("ratio, topk", [(-1, 130), (0, 5), (128, 5 + 1)])
+@pytest.mark.parametrize("ratio, topk", [(-1, 130), (0, 5), (4, 5 + 8), (26, 5 + 5), (128, 5 + 1)])
 def test_explanation_asks_about_the_table_that_the_forward_makes(ratio, topk, monkeypatch):
-    choose, asked = compressed_sparse_attention.remap_implementation, []
+    choose, asked = switches.remap_implementation, []
     monkeypatch.setattr(
-        compressed_sparse_attention,
+        switches,
         "remap_implementation",
         lambda elements: (asked.append(elements), choose(elements=elements))[1],
     )

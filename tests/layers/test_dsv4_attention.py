@@ -329,12 +329,9 @@ def test_a_kernel_that_does_not_serve_a_layer_says_why():
                 ask(x)
 
 
-def test_what_is_not_built_raises_when_made():
-    with pytest.raises(NotImplementedError, match="remat = True is not built yet"):
-        make_layer(small_config(remat=True))
-    for ratio in (-2, 4):
-        with pytest.raises(NotImplementedError, match=rf"compress_ratios\[1\] = {ratio} is not built yet"):
-            make_layer(small_config(compress_ratios=(0, ratio, 0)), layer_index=1)
+def test_latent_layers_are_of_another_class():
+    with pytest.raises(ValueError, match="layer_index: got 1, whose compress ratio is -2"):
+        make_layer(small_config(compress_ratios=(0, -2, 0)), layer_index=1)
 
 
 @pytest.mark.parametrize("fuse", [False, True])

@@ -218,13 +218,13 @@ def test_bad_arguments_raise_as_in_nnx(bad):
             assert str(by_linen.value) == str(by_nnx.value)
 
 
-def test_unbuilt_layers_raise_as_in_nnx():
-    cfg, messages = small_config(compress_ratios=(4, 0, 0)), []
+def test_layers_of_another_class_raise_as_in_nnx():
+    cfg, messages = small_config(compress_ratios=(-2, 0, 0)), []
     for make in (
         lambda: layers.DSv4HybridSelfAttention(cfg, rngs=nnx.Rngs(0)),
         lambda: linen.DSv4HybridSelfAttention(cfg),
     ):
-        with pytest.raises(NotImplementedError, match=r"compress_ratios\[0\] = 4") as error:
+        with pytest.raises(ValueError, match="MQALatentAttention is the layer of ratio -2") as error:
             make()
         messages.append(str(error.value))
     assert messages[0] == messages[1]

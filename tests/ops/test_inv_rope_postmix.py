@@ -1206,3 +1206,18 @@ def test_the_simulated_mosaic_kernel_serves_what_the_real_one_does():
 def test_postmix_matrix_names_what_does_not_fit(u, v, error, message):
     with pytest.raises(error, match=message):
         dsv4.postmix_matrix(u, v)
+
+
+def test_one_attention_output_for_several_weights():
+    """The unfused pair sums o's gradient before it rotates, the fused op after: this one agrees up to rounding."""
+    o, (m,), tables, g = operands(SHAPE)
+    many, g = jnp.stack([m, 2 * m, -m]), jnp.stack([g, g[::-1], g])
+
+    def step(path):
+        over_weights = lambda o, many: jax.vmap(lambda m: path(o, m, tables))(many)  # noqa: E731
+        return jax.jit(lambda o, many: (lambda out, vjp: (out, *vjp(g)))(*jax.vjp(over_weights, o, many)))(o, many)
+
+    (out, do, dm), (fused_out, fused_do, fused_dm) = step(cases.unfused), step(cases.fused)
+    assert_trees_bitwise_equal((out, dm), (fused_out, fused_dm), names=("unfused", "fused"))
+    do, fused_do = f64((do, fused_do))
+    assert np.linalg.norm(fused_do - do) <= 2**-7 * np.linalg.norm(do)

@@ -1,5 +1,6 @@
 """Sparse attention against a NumPy loop, its backends against each other, and what empty slots must not do."""
 
+import re
 from functools import partial
 from typing import NamedTuple
 
@@ -9,10 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from program import equations
+from program import equations, kernel_names
 
-from dsv4_fusions import dispatch
+from dsv4_fusions import dispatch, kv_index
+from dsv4_fusions.ops import sparse_attention as module
 from dsv4_fusions.ops.sparse_attention import _empty_as_minus_one, reference, sparse_attention
+from dsv4_fusions.ops.sparse_attention.padding import drop_padding, pad_heads, pad_latent
 from dsv4_fusions.testing import assert_trees_bitwise_equal, count_mismatches
 
 WAYS = {
@@ -31,25 +34,28 @@ class Case(NamedTuple):
     topk_length: np.ndarray | None = None
 
 
-def make_case(batch=3, tokens=5, heads=2, head_dim=4, kv_len=7, topk=6, seed=0, dtype=np.float32, holes=0.3):
+def make_case(
+    batch=3, tokens=5, heads=2, head_dim=4, kv_len=7, topk=6, seed=0, dtype=np.float32, holes=0.3, value_dim=None
+):
     """Random tables (with duplicates, as topk is close to kv_len) that differ between batch entries."""
+    value_dim = head_dim if value_dim is None else value_dim
     rng = np.random.default_rng(seed)
     index = rng.integers(0, kv_len, (batch, tokens, topk))
     index[rng.random(index.shape) < holes] = -1
     q, kv, d_out = (
         rng.standard_normal(shape).astype(np.float32).astype(dtype)
-        for shape in ((batch, tokens, heads, head_dim), (batch, kv_len, head_dim), (batch, tokens, heads, head_dim))
+        for shape in ((batch, tokens, heads, head_dim), (batch, kv_len, head_dim), (batch, tokens, heads, value_dim))
     )
     return Case(q, kv, index.astype(np.int32), rng.standard_normal(heads).astype(np.float32), d_out)
 
 
 def oracle(case, scale=None):
-    """out, dq, dkv, dsink in float64, slot by slot, with the backward written out by hand."""
+    """out, dq, dkv, dsink in float64, slot by slot, with the backward by hand. d_out says how wide the values are."""
     q, kv, sink, d_out = (np.asarray(x, np.float64) for x in (case.q, case.kv, case.sink, case.d_out))
     batch, tokens, heads, head_dim = q.shape
-    kv_len, topk = kv.shape[1], case.index.shape[2]
+    kv_len, topk, value_dim = kv.shape[1], case.index.shape[2], d_out.shape[-1]
     scale = head_dim**-0.5 if scale is None else scale
-    out, dq, dkv, d_sink = np.zeros_like(q), np.zeros_like(q), np.zeros_like(kv), np.zeros_like(sink)
+    out, dq, dkv, d_sink = np.zeros_like(d_out), np.zeros_like(q), np.zeros_like(kv), np.zeros_like(sink)
     for b in range(batch):
         for t in range(tokens):
             length = topk if case.topk_length is None else case.topk_length[b, t]
@@ -60,12 +66,13 @@ def oracle(case, scale=None):
                 z = sum(np.exp(x - m) for x in s) + np.exp(sink[h] - m)
                 p = [np.exp(x - m) / z for x in s]
                 for w, i in zip(p, ids, strict=True):
-                    out[b, t, h] += w * kv[b, i]
+                    out[b, t, h] += w * kv[b, i, :value_dim]
                 delta = out[b, t, h] @ d_out[b, t, h]
                 for w, i in zip(p, ids, strict=True):
-                    ds = w * (d_out[b, t, h] @ kv[b, i] - delta)
+                    ds = w * (d_out[b, t, h] @ kv[b, i, :value_dim] - delta)
                     dq[b, t, h] += scale * ds * kv[b, i]
-                    dkv[b, i] += scale * ds * q[b, t, h] + w * d_out[b, t, h]
+                    dkv[b, i] += scale * ds * q[b, t, h]
+                    dkv[b, i, :value_dim] += w * d_out[b, t, h]
                 d_sink[h] -= np.exp(sink[h] - m) / z * delta
     return out, dq, dkv, d_sink
 
@@ -82,7 +89,7 @@ def attention_and_gradients(case, **options):
 
 # Tests that share a shape share its compilation; those that patch what is read while tracing make their own.
 with_gradients = jax.jit(
-    attention_and_gradients, static_argnames=("scale", "backend", "fuse_kv_index_remap", "implementation")
+    attention_and_gradients, static_argnames=("scale", "value_dim", "backend", "fuse_kv_index_remap", "implementation")
 )
 
 
@@ -109,8 +116,9 @@ def test_against_the_numpy_loop(way):
     assert_close(with_gradients(case, scale=0.7, **WAYS[way]), oracle(case, scale=0.7))
 
 
-def test_the_oracle_agrees_with_finite_differences():
-    case = make_case()
+@pytest.mark.parametrize("value_dim", [4, 3])
+def test_the_oracle_agrees_with_finite_differences(value_dim):
+    case = make_case(value_dim=value_dim)
     wanted = oracle(case)
     rng = np.random.default_rng(1)
     for position, name in enumerate(("q", "kv", "sink")):
@@ -130,6 +138,45 @@ def test_one_rounding_to_bfloat16(way):
     for got, wanted in zip((out, dq, dkv), exact[:3], strict=True):
         np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=2**-8 * 1.001, atol=1e-6)
     np.testing.assert_allclose(d_sink, exact[3], rtol=1e-5)
+
+
+@pytest.mark.parametrize("head_dim, value_dim", [(576, 512), (7, 5), (3, 1)])
+def test_values_of_the_leading_channels(head_dim, value_dim):
+    case = make_case(heads=3, head_dim=head_dim, value_dim=value_dim)
+    case.index[1, 2] = -1
+    case = case._replace(topk_length=np.random.default_rng(3).integers(0, 7, (3, 5)).astype(np.int32))
+    got = {way: with_gradients(case, value_dim=value_dim, **options) for way, options in WAYS.items()}
+    assert_close(got["xla"], oracle(case), 5e-6)
+    assert not np.any(got["xla"][0][1, 2]) and not np.any(got["xla"][1][1, 2])
+    assert_trees_bitwise_equal(got["flat"], got["flat-fused"], names=("step by step", "fused"))
+    assert_trees_bitwise_equal(got["xla"], got["flat"], names=("xla", "flat"))
+
+
+def test_all_channels_are_the_default():
+    programs = {str(jax.make_jaxpr(partial(attention_and_gradients, value_dim=v))(make_case())) for v in (None, 4)}
+    assert len({re.sub("0x[0-9a-f]+", "", program) for program in programs}) == 1
+
+
+def dense(q, kv, index, sink, value_dim):
+    """The same attention with a column for every row: how often a query names it multiplies its exponential."""
+    times = (index[..., None] == np.arange(kv.shape[1])).sum(2)[:, :, None]
+    scores = jnp.einsum("bthd,bkd->bthk", q, kv, precision="highest") * q.shape[-1] ** -0.5
+    scores = jnp.where(times > 0, scores + jnp.log(jnp.maximum(times, 1)), -jnp.inf)
+    sinks = jnp.broadcast_to(sink[:, None], (*scores.shape[:3], 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores, sinks], -1), axis=-1)[..., :-1]
+    return jnp.einsum("bthk,bkd->bthd", weights, kv[..., :value_dim], precision="highest")
+
+
+def test_gradients_are_those_of_dense_attention():
+    case = make_case(batch=2, tokens=9, heads=3, head_dim=9, value_dim=6, kv_len=11, topk=8)
+    case.index[1, 4] = -1
+
+    @jax.jit
+    def dense_with_gradients(case):
+        out, transpose = jax.vjp(lambda q, kv, sink: dense(q, kv, case.index, sink, 6), case.q, case.kv, case.sink)
+        return out, *transpose(case.d_out)
+
+    assert_close(with_gradients(case, value_dim=6), dense_with_gradients(case))
 
 
 slots = st.one_of(st.integers(0, 6), st.sampled_from([-1, -5, 0, 0, 6, 7, 8, 13, 2147480000, -(2**31)]))
@@ -197,17 +244,51 @@ def test_large_scores_do_not_overflow():
 # --- backends and transformations -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("platform, dtype", [("cpu", jnp.bfloat16), ("cpu", np.float32), ("gpu", np.float32)])
-def test_backends_and_flags_agree_bitwise(platform, dtype, monkeypatch):
+@pytest.mark.parametrize(
+    "platform, dtype, batch, value_dim",
+    [
+        ("cpu", jnp.bfloat16, 3, 16),
+        ("cpu", np.float32, 3, 16),
+        ("gpu", np.float32, 3, 16),
+        ("cpu", jnp.bfloat16, 2, 11),
+    ],
+)
+def test_backends_and_flags_agree_bitwise(platform, dtype, batch, value_dim, monkeypatch):
     if platform != dispatch.target().platform:
         monkeypatch.setattr(dispatch, "target", lambda: dispatch.Target(platform, None))
     monkeypatch.setattr(reference, "BLOCK_BYTES", 4 * 12 * (16 + 3) * 10)  # blocks of 10, the last one padded
-    case = make_case(tokens=29, heads=3, head_dim=16, kv_len=40, topk=12, dtype=dtype)
-    case = case._replace(topk_length=np.random.default_rng(2).integers(0, 13, (3, 29)).astype(np.int32))
-    results = {way: compiled_anew(case, **options) for way, options in WAYS.items()}
+    case = make_case(batch, 29, heads=3, head_dim=16, kv_len=40, topk=12, dtype=dtype, value_dim=value_dim)
+    case = case._replace(topk_length=np.random.default_rng(2).integers(0, 13, (batch, 29)).astype(np.int32))
+    results = {way: compiled_anew(case, value_dim=value_dim, **options) for way, options in WAYS.items()}
     assert_trees_bitwise_equal(results["flat"], results["flat-fused"], names=("step by step", "fused"))
     assert_trees_bitwise_equal(results["xla"], results["flat"], names=("xla", "flat"))
     assert_close(results["xla"], oracle(case), 2e-6 if dtype == np.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    "batch, way, steps, fused",
+    [
+        (3, "flat", 1, 0),
+        (3, "flat-fused", 0, 1),
+        (3, "xla", 0, 0),
+        (1, "flat-fused", 0, 0),
+    ],
+)
+def test_the_table_is_remapped_once(batch, way, steps, fused, backward, faked_target, monkeypatch):
+    """In the forward, not again in the backward; and not at all for a backend that reads local ids."""
+    faked_target("gpu", (9, 0), 132)
+    monkeypatch.setattr(module, "local_to_flat", jax.jit(module.local_to_flat, static_argnums=1))  # gives it a name
+    case = make_case(batch, value_dim=3)
+
+    def forward(case):
+        return sparse_attention(case.q, case.kv, case.index, case.sink, value_dim=3, **WAYS[way])
+
+    run = partial(attention_and_gradients, value_dim=3, **WAYS[way]) if backward else forward
+    jaxpr = jax.make_jaxpr(run)(case)
+    calls = [eqn.params["name"] for eqn in equations(jaxpr, whole=("jit", "pjit")) if "name" in eqn.params]
+    assert calls.count("local_to_flat") == steps
+    assert len(kernel_names(jaxpr)) == fused
 
 
 @pytest.mark.parametrize("block", [1, 3])
@@ -439,9 +520,12 @@ def test_empty_axes(way, shape):
     case = make_case(**(sizes | ({"kv_len": 1} if shape == "kv_len" else {})))
     if shape == "kv_len":
         case = case._replace(kv=case.kv[:, :0])
-    out, dq, dkv, d_sink = with_gradients(case, **WAYS[way])
-    assert out.shape == dq.shape == case.q.shape and dkv.shape == case.kv.shape and d_sink.shape == (2,)
-    assert not any(np.any(x) for x in (out, dq, dkv, d_sink))
+    for value_dim in (4, 3):
+        case = case._replace(d_out=case.d_out[..., :value_dim])
+        out, dq, dkv, d_sink = with_gradients(case, value_dim=value_dim, **WAYS[way])
+        assert out.shape == (*case.q.shape[:3], value_dim) and out.dtype == case.q.dtype
+        assert dq.shape == case.q.shape and dkv.shape == case.kv.shape and d_sink.shape == (2,)
+        assert not any(np.any(x) for x in (out, dq, dkv, d_sink))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -456,6 +540,86 @@ def test_on_a_gpu_no_two_updates_meet(way, faked_target):
     on_gpu, on_cpu = gradient_scatters("gpu"), gradient_scatters("cpu")
     assert on_gpu and all(equation.params["unique_indices"] for equation in on_gpu)
     assert on_cpu and not any(equation.params["unique_indices"] for equation in on_cpu)
+
+
+# --- compacted tables and padded operands ---------------------------------------------------------------------------
+
+
+def test_compaction_changes_no_value():
+    case = make_case()
+    case.index[1, 2], case.index[2] = -1, -1
+    case.index[0, :2] = [[-1, -1, 4, -1, 4, -1], [-7, 2, -1, 0, -1, 6]]
+    ids, count = kv_index.compact(case.index)
+    assert not np.any(count[2]) and count[0, :2].tolist() == [2, 3]
+    compacted = case._replace(index=np.asarray(ids), topk_length=np.asarray(count))
+    got = with_gradients(compacted)
+    assert_close(got, [np.asarray(x) for x in with_gradients(case)], 1e-6)
+    assert_close(got, oracle(case))
+    # Where the ids are at the front already, the same terms stand in the same places.
+    assert_trees_bitwise_equal(got, with_gradients(compacted._replace(topk_length=None)))
+
+
+def test_a_table_that_is_empty_throughout_compacts_to_lengths_of_zero():
+    case = make_case(holes=1.0)
+    ids, count = kv_index.compact(case.index)
+    assert not np.any(count)
+    got = with_gradients(case._replace(index=np.asarray(ids), topk_length=np.asarray(count)))
+    assert not any(np.any(x) for x in got)
+
+
+@pytest.mark.parametrize("way", ["xla", "flat-fused"])
+def test_slots_that_widen_the_table_change_no_value(way):
+    case = make_case()
+    widened = case._replace(index=np.asarray(kv_index.pad_topk(case.index, 64)))
+    assert widened.index.shape == (3, 5, 64)
+    assert_close(with_gradients(widened, **WAYS[way]), oracle(case))
+
+
+@pytest.mark.parametrize("heads, multiple, width", [(3, 64, 7), (3, 1, 7), (65, 64, 5), (3, 4, 16)])
+def test_padded_operands_give_the_same_attention(heads, multiple, width):
+    case = make_case(batch=2, heads=heads, head_dim=5, value_dim=4)
+    case.index[1, 2] = -1
+
+    @jax.jit
+    def padded(case):
+        def attention(q, kv, sink):
+            q, sink = pad_heads(pad_latent(q, width), sink, multiple)
+            assert q.shape[2] == len(sink) == -(-heads // multiple) * multiple
+            out = sparse_attention(q, pad_latent(kv, width), case.index, sink, scale=5**-0.5)
+            return drop_padding(out, heads, 4)
+
+        out, transpose = jax.vjp(attention, case.q, case.kv, case.sink)
+        return out, *transpose(case.d_out)
+
+    got = padded(case)
+    assert_close(got, [np.asarray(x) for x in with_gradients(case, value_dim=4)], 1e-6)
+    assert_close(got, oracle(case), 5e-6)
+
+
+def test_what_is_padded():
+    q, sink = jnp.ones((2, 5, 3, 4), jnp.bfloat16), jnp.ones(3)
+    wide, sinks = pad_heads(q, sink)
+    assert wide.shape == (2, 5, 64, 4) and wide.dtype == jnp.bfloat16 and sinks.dtype == jnp.float32
+    assert np.all(wide[:, :, :3] == 1) and not np.any(wide[:, :, 3:])
+    assert np.all(sinks[:3] == 1) and np.all(sinks[3:] == np.float32(-1e30))
+    assert pad_heads(jnp.zeros((1, 1, 65, 4)), jnp.zeros(65))[0].shape == (1, 1, 128, 4)
+    assert_trees_bitwise_equal(pad_heads(jnp.ones((1, 64, 4)), jnp.ones(64)), (jnp.ones((1, 64, 4)), jnp.ones(64)))
+    rows = pad_latent(q)
+    assert rows.shape == (2, 5, 3, 512) and np.all(rows[..., :4] == 1) and not np.any(rows[..., 4:])
+    assert_trees_bitwise_equal(drop_padding(pad_heads(rows, sink)[0], 3, 4), q)
+
+
+def test_a_padded_head_gives_no_gradient_and_no_nan():
+    """Not even where the query reads nothing, so that its sink of -1e30 is the whole softmax."""
+    case = make_case()
+    case.index[0] = -1
+    q, sink = pad_heads(case.q, case.sink, 4)
+    d_out = jnp.pad(case.d_out, ((0, 0), (0, 0), (0, 2), (0, 0)))
+    out, dq, dkv, d_sink = with_gradients(case._replace(q=q, sink=sink, d_out=d_out))
+    assert all(np.isfinite(x).all() for x in (out, dq, dkv, d_sink))
+    assert not np.any(out[0]) and np.any(out[1, :, 2:])
+    assert not np.any(dq[:, :, 2:]) and not np.any(d_sink[2:])
+    assert_close((out[:, :, :2], dq[:, :, :2], dkv, d_sink[:2]), oracle(case))
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
@@ -483,6 +647,10 @@ def test_refusals():
     refuse(TypeError, "index: got dtype bool", index=case.index > 0)
     refuse(TypeError, "topk_length: got dtype float32", topk_length=np.zeros((3, 5), np.float32))
     refuse(TypeError, "q: got dtype int32", q=case.q.astype(np.int32))
+    refuse(ValueError, "value_dim: got 0, wanted 1 to 4", {"value_dim": 0})
+    refuse(ValueError, "value_dim: got 5, wanted 1 to 4", {"value_dim": 5})
+    refuse(TypeError, "value_dim: got float, wanted a Python int or None", {"value_dim": 2.0})
+    refuse(TypeError, "value_dim: got bool, wanted a Python int or None", {"value_dim": True})
     refuse(ValueError, "backend: got 'cudnn', wanted one of 'flat', 'batched', 'xla'", {"backend": "cudnn"})
     refuse(ValueError, "backend: got None", {"backend": None})
     refuse(NotImplementedError, "batched", {"backend": "batched"})
@@ -508,3 +676,12 @@ def test_the_implementation_reaches_the_fused_remap():
     refuse(ValueError, "implementation: got 'nonsense'", dict(fuse_kv_index_remap=True, implementation="nonsense"))
     out = sparse_attention(*case[:4], fuse_kv_index_remap=True, implementation="xla")
     assert count_mismatches(out, sparse_attention(*case[:4])) == 0
+
+
+def test_refusals_of_padding():
+    with pytest.raises(ValueError, match="multiple: got 0, wanted at least 1"):
+        pad_heads(jnp.zeros((1, 3, 4)), jnp.zeros(3), 0)
+    with pytest.raises(ValueError, match=r"sink: got shape \(4,\), wanted \(3,\) to go with q of shape \(1, 3, 4\)"):
+        pad_heads(jnp.zeros((1, 3, 4)), jnp.zeros(4))
+    with pytest.raises(ValueError, match="width: got 3, wanted at least 4, the channels of x"):
+        pad_latent(jnp.zeros((1, 3, 4)), 3)

@@ -81,6 +81,26 @@ def test_a_run_goes_on_from_any_state(runs):
         assert (rest.training_loss, rest.held_out_loss) == (first.training_loss, first.held_out_loss)
 
 
+def test_the_indexer_alone():
+    """Its parameters move under its own loss; every other one keeps its bits."""
+    csa = dict(compress_ratios=(4,), index_n_heads=2, index_head_dim=16, index_topk=4, indexer_loss_coeff=1.0)
+    cfg = dataclasses.replace(CFG, indexer_phase="warm_up", **csa)
+    config = dataclasses.replace(TRAIN, steps=3, warmup_steps=0, train_only="indexer")
+    model = Decoder(cfg, rngs=nnx.Rngs(0))
+    before = dict(nnx.to_flat_state(jax.tree.map(np.array, nnx.state(model, nnx.Param))))
+    run = loop.train(model, config, ROWS, ROWS)
+    moved = {path for path, leaf in nnx.to_flat_state(run.params) if np.any(leaf[...] != before[path][...])}
+    assert moved == {path for path in before if "indexer" in path} and len(moved) > 4
+    assert run.losses[0] == run.losses[-1]  # the cross entropy: the attention does not see the indexer yet
+
+
+@pytest.mark.parametrize("changes", [{}, {"compress_ratios": (4,)}, {"indexer_loss_coeff": 1.0}])
+def test_the_indexer_alone_needs_one_that_is_taught(changes):
+    model = nnx.eval_shape(lambda: Decoder(dataclasses.replace(CFG, index_head_dim=16, **changes), rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="train_only: got 'indexer', wanted a model with an indexer"):
+        loop.initial_state(model, dataclasses.replace(TRAIN, train_only="indexer"))
+
+
 def test_evaluation_is_the_mean_over_the_predicted_bytes():
     model = make_model()
     graphdef, params = nnx.split(model, nnx.Param)

@@ -1,8 +1,10 @@
 """Sparse attention in plain jnp: the specification, and what runs where no kernel does.
 
-For each query t and head h, over the slots j whose id is not empty (keys and values are the same rows):
+For each query t and head h, over the slots j whose id is not empty (a row is a key, its leading channels the value):
 
-    s_j = scale * q . kv[id_j]      Z = sum_j exp(s_j) + exp(sink_h)      out = sum_j exp(s_j) / Z * kv[id_j]
+    s_j = scale * q . kv[id_j]
+    Z   = sum_j exp(s_j) + exp(sink_h)
+    out = sum_j exp(s_j) / Z * kv[id_j][:value_dim]
 
 The sink is a column without a value: it enters the denominator alone. An id that stands twice counts twice. Gradients
 are those of autodiff, with the rows' gradient summed as in `gather.py`.
@@ -27,15 +29,17 @@ def attend(
     ids: Int32[Array, "tokens topk"],
     sink: Float32[Array, "heads"],
     scale: float,
-) -> Float[Array, "tokens heads head_dim"]:
+    value_dim: int,
+) -> Float[Array, "tokens heads value_dim"]:
     """Attention of one sequence of queries to the rows that its table names, a block of queries at a time.
 
     Args:
       q: queries.
-      kv: rows, keys and values at once.
+      kv: rows.
       ids: row of each slot, -1 for an empty one.
       sink: logit of the sink, finite or -inf (none).
       scale: factor of the scores.
+      value_dim: channels of the values.
 
     Returns:
       Output in q's dtype, rounded once from f32.
@@ -49,12 +53,12 @@ def attend(
     q = jnp.pad(q, ((0, padding), (0, 0), (0, 0))).reshape(num_blocks, block, heads, head_dim)
     ids = jnp.pad(ids, ((0, padding), (0, 0)), constant_values=-1).reshape(num_blocks, block, topk)
     # The backward gathers again: saved rows would take tokens * topk * head_dim elements.
-    attend_again = jax.checkpoint(partial(_attend_block, scale=scale), prevent_cse=False)
+    attend_again = jax.checkpoint(partial(_attend_block, scale=scale, value_dim=value_dim), prevent_cse=False)
     out = lax.map(lambda block: attend_again(block[0], kv, block[1], sink), (q, ids))
-    return out.reshape(num_blocks * block, heads, head_dim)[:tokens]
+    return out.reshape(num_blocks * block, heads, value_dim)[:tokens]
 
 
-def _attend_block(q, kv, ids, sink, *, scale):
+def _attend_block(q, kv, ids, sink, *, scale, value_dim):
     rows = gather_rows(kv, ids)
     scores = scale * jnp.einsum("thd,tkd->thk", q.astype(jnp.float32), rows, precision=lax.Precision.HIGHEST)
     scores = jnp.where((ids >= 0)[:, None, :], scores, -jnp.inf)
@@ -64,5 +68,6 @@ def _attend_block(q, kv, ids, sink, *, scale):
     weights = jnp.exp(scores - peak[..., None])
     total = weights.sum(-1) + jnp.exp(sink - peak)
     total = jnp.where(total == 0.0, 1.0, total)
-    out = jnp.einsum("thk,tkd->thd", weights / total[..., None], rows, precision=lax.Precision.HIGHEST)
+    values = rows[..., :value_dim]
+    out = jnp.einsum("thk,tkd->thd", weights / total[..., None], values, precision=lax.Precision.HIGHEST)
     return out.astype(q.dtype)
