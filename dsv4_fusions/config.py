@@ -237,7 +237,8 @@ class DSv4Config:
         There is no VHA postmix and no gate, and the rotation rounds once. The mixture of experts and the
         hyper-connections have no counterpart here: `intermediate_size` is set to the width of all experts that serve
         one token, the shared ones included, and the output head is tied to the embedding whatever the source says. The
-        dtypes stay this library's. Layers that predict further tokens are dropped.
+        dtypes stay this library's. Layers that predict further tokens are dropped. Keys that say nothing about the
+        attention are not looked at, so a misspelt one goes unnoticed.
 
         Args:
           source: path of a `config.json` or of the folder that holds it, a mapping, or an object with `to_dict()`.

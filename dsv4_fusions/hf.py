@@ -325,7 +325,7 @@ def _files(path, prefix):
     try:
         from safetensors import safe_open
     except ImportError as error:
-        message = f"{path}: reading it needs the package safetensors: pip install 'dsv4-fusions[hf]'"
+        message = f"{path}: reading it needs the package safetensors: pip install safetensors"
         raise ImportError(message) from error
     paths = [path]
     if path.is_dir():

@@ -128,7 +128,8 @@ class CompressedSparseAttention(Switches, nnx.Module):
 
         Args:
           batch: batch entries.
-          max_length: tokens that a sequence may come to have; what is decoded behind them is not attended to.
+          max_length: tokens that a sequence may come to have. Behind them nothing is added to the compressed rows, nor
+            to the raw ones of a full causal layer; a window goes on.
 
         Returns:
           The cache, in the compute dtype.

@@ -156,7 +156,7 @@ class MQALatentAttention(Switches, nnx.Module):
 
         Args:
           batch: batch entries.
-          max_length: tokens that a sequence may come to have; what is decoded behind them is not attended to.
+          max_length: tokens that a sequence may come to have; those behind them are attended to by none.
 
         Returns:
           The cache, in the compute dtype.

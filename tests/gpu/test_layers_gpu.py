@@ -8,6 +8,7 @@ from layers import common
 from layers.common import make_input, make_layer, random_layer
 
 # Collected here as well, to run on the GPU.
+from layers.test_indexer import test_of_equal_scores_the_earlier_is_taken  # noqa: F401
 from layers.test_transforms import test_donated_stack_of_layers_under_scan, test_vmap  # noqa: F401
 
 from dsv4_fusions import DSv4Config

@@ -18,8 +18,11 @@ from layers.common import make_input, small_config
 from dsv4_fusions import layers, linen
 from dsv4_fusions.testing import assert_trees_bitwise_equal
 
+# An indexer is a part of two layers and nothing to be called alone.
 NAMES = [
-    name for name in layers.__all__ if isinstance(cls := getattr(layers, name), type) and issubclass(cls, nnx.Module)
+    name
+    for name in layers.__all__
+    if isinstance(cls := getattr(layers, name), type) and issubclass(cls, nnx.Module) and name != "Indexer"
 ]
 SWITCHED = ["CompressedSparseAttention", "DSv4HybridSelfAttention", "DecoderBlock", "Decoder"]
 FUSIONS = {"fuse_inv_rope": True, "fuse_kv_index_remap": True}
@@ -34,6 +37,7 @@ def arguments(name, cfg, **switches):
         "Compressor": {"cfg": cfg, "ratio": 4, "layer_index": 1},
         "CompressedSparseAttention": {"cfg": cfg, "layer_index": 1, **switches},
         "DSv4HybridSelfAttention": {"cfg": cfg, "layer_index": 1, **switches},
+        "MQALatentAttention": {"cfg": cfg, "layer_index": 1, **switches},
         "SwiGLU": {"cfg": cfg},
         "DecoderBlock": {"cfg": cfg, "layer_index": 1, **switches},
         "Decoder": {"cfg": cfg, **switches},
@@ -61,7 +65,7 @@ def make_inputs(name, cfg):
         return q, kv, x
     if name == "Decoder":
         return (jnp.arange(3 * 24).reshape(3, 24) % cfg.vocab_size,)
-    return (x, common.SEGMENTS) if name == "DSv4HybridSelfAttention" else (x,)
+    return (x, common.SEGMENTS) if name in ("DSv4HybridSelfAttention", "MQALatentAttention") else (x,)
 
 
 def outputs_and_gradients(call, params, inputs):
@@ -102,7 +106,7 @@ def linen_result(twin, params, *inputs):
 
 
 def test_every_layer_has_a_twin_with_its_arguments():
-    assert len(NAMES) >= 7
+    assert len(NAMES) >= 8
     for name in NAMES:
         twin, cls = getattr(linen, name), getattr(layers, name)
         assert issubclass(twin, nn.Module) and twin.__name__ == name and twin.NNX is cls
@@ -113,8 +117,10 @@ def test_every_layer_has_a_twin_with_its_arguments():
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_and_gradients_are_the_nnx_layers(name):
     # One layer suffices for the decoder: a list of them is below.
-    ratios = (0,) if name == "Decoder" else (-1, 0)
-    cfg = small_config(num_hidden_layers=len(ratios), compress_ratios=ratios, param_dtype="float32")
+    ratios = {"Decoder": (0,), "MQALatentAttention": (0, -2)}.get(name, (-1, 0))
+    # "dense": without a loss an indexer would have no gradient to compare.
+    changes = dict(num_hidden_layers=len(ratios), compress_ratios=ratios, indexer_phase="dense")
+    cfg = small_config(**changes, param_dtype="float32")
     module, twin = make_pair(name, cfg, **FUSIONS)
     inputs, params = make_inputs(name, cfg), linen.params_from_nnx(module)
     wanted = nnx_result(module, *inputs)

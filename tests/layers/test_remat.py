@@ -12,7 +12,7 @@ from dsv4_fusions.testing import assert_trees_bitwise_equal
 
 PARTS = ("qkv", "post_core", "vha_postmix", "gated_attn")
 CASES = [(0, (name,)) for name in REMAT_SEGMENTS] + [(0, ("qkv", "post_core"))]
-CASES += [(ratio, remat) for ratio in (4, -2) for remat in (("full_attn",), PARTS)]
+CASES += [(4, ("full_attn",)), (4, PARTS), (-2, PARTS)]
 
 
 def make_remat(ratio, remat, **changes):
@@ -30,7 +30,7 @@ def test_recomputed_is_kept(ratio, remat):
     """Kept and unfused against recomputed and fused, as bits.
 
     But for the gradient of x where "qkv" is recomputed: the terms of queries and rows are added to each other first,
-    and then to what the gate, the compressor and the indexer give, another order of the same sum.
+    and then to what the gate and the compressor give, another order of the same sum.
     """
     kept, recomputed = results(make_remat(ratio, ()), False), results(make_remat(ratio, remat), True)
     if "qkv" in remat:
@@ -40,7 +40,7 @@ def test_recomputed_is_kept(ratio, remat):
     assert_trees_bitwise_equal(kept, recomputed, names=("kept", "recomputed and fused"))
 
 
-@pytest.mark.parametrize("remat", [("qkv",), ("post_core",), ("vha_postmix",)], ids=str)
+@pytest.mark.parametrize("remat", [("qkv",), ("vha_postmix",)], ids=str)
 def test_unfused_recomputation_is_the_fused_one(remat):
     layer = make_remat(0, remat)
     assert_trees_bitwise_equal(results(layer, False), results(layer, True), names=("unfused", "fused"))
