@@ -367,5 +367,5 @@ def test_safetensors_with_a_dtype_that_is_no_weight(layer, weights, tmp_path):
 
 def test_a_path_without_safetensors(layer, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ImportError, match=r"needs the package safetensors: pip install 'dsv4-fusions\[hf\]'"):
+    with pytest.raises(ImportError, match=r"needs the package safetensors: pip install safetensors"):
         load_hf_attention(layer, tmp_path)
