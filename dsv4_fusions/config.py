@@ -203,6 +203,14 @@ class DSv4Config:
         """Whether layers with this compress ratio have an indexer."""
         return self.indexer_phase != "dense" and (ratio == LATENT_RATIO or 1 < ratio < HCA_RATIO)
 
+    def selects(self, ratio: int) -> bool:
+        """Whether layers with this compress ratio attend to what an indexer selects."""
+        return self.has_indexer(ratio) and self.indexer_phase == "sparse"
+
+    def teaches(self, ratio: int) -> bool:
+        """Whether layers with this compress ratio have an indexer's loss."""
+        return self.has_indexer(ratio) and self.indexer_loss_coeff > 0
+
     def layer_rope(self, layer_index: int) -> tuple[float, Mapping[str, float] | None]:
         """Rotary base and YaRN parameters of a layer.
 

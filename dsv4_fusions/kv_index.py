@@ -6,7 +6,7 @@ last axis; their ids never collide, since compressed rows stand behind the raw o
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int, Int32
+from jaxtyping import Array, Bool, Int, Int32
 
 from dsv4_fusions import numerics
 from dsv4_fusions.documents import CompressedGroups, DocumentBoundaries
@@ -104,8 +104,22 @@ def range_index(
       [..., tokens, num_slots] int32.
     """
     slot = jnp.arange(num_slots, dtype=jnp.int32)
-    seen = (slot >= start[..., None]) & (slot < (start + count)[..., None])
-    return jnp.where(seen, slot + offset, EMPTY)
+    return jnp.where(in_range(slot, start, count), slot + offset, EMPTY)
+
+
+def in_range(
+    slot: Int32[Array, "*batch_tokens slots"],
+    start: Int32[Array, "*batch tokens"],
+    count: Int32[Array, "*batch tokens"],
+) -> Bool[Array, "*batch tokens slots"]:
+    """Whether each slot is one of a row's `count` slots from `start` on."""
+    return (slot >= start[..., None]) & (slot < (start + count)[..., None])
+
+
+def joined(*tables: Int32[Array, "*batch tokens topk"]) -> Int32[Array, "*batch tokens topk"]:
+    """Tables side by side; leading axes broadcast, for a table without documents has no batch axis."""
+    lead = jnp.broadcast_shapes(*(table.shape[:-1] for table in tables))
+    return jnp.concatenate([jnp.broadcast_to(table, (*lead, table.shape[-1])) for table in tables], axis=-1)
 
 
 def causal_index(num_tokens: int, boundaries: DocumentBoundaries | None = None) -> Int32[Array, "*batch tokens tokens"]:
@@ -183,9 +197,7 @@ def selected_index(
         if x.shape[-1:] != selected.shape[-2:-1]:
             wanted = f"[..., {selected.shape[-2]}] to go with selected of shape {selected.shape}"
             raise ValueError(f"{name}: got shape {x.shape}, wanted {wanted}")
-    start, end = row_start[..., None], (row_start + row_count)[..., None]
-    seen = (selected >= start) & (selected < end)
-    return jnp.where(seen, selected.astype(jnp.int32) + offset, EMPTY)
+    return jnp.where(in_range(selected, row_start, row_count), selected.astype(jnp.int32) + offset, EMPTY)
 
 
 def compact(index: Int[Array, "*batch topk"]) -> tuple[Int32[Array, "*batch topk"], Int32[Array, "*batch"]]:

@@ -10,6 +10,7 @@ from dsv4_fusions.documents import DocumentBoundaries, compressed_groups
 from dsv4_fusions.kv_index import (
     causal_index,
     compressed_index,
+    joined,
     range_index,
     selected_index,
     visible_slots,
@@ -65,6 +66,7 @@ class CompressedSparseAttention(Switches, nnx.Module):
         self.sink = nnx.Param(jnp.zeros((cfg.num_attention_heads,), jnp.float32))
         self.compressor = Compressor(cfg, self.ratio, layer_index, rngs=rngs) if self.ratio > 1 else None
         self.indexer = Indexer(cfg, self.ratio, layer_index, rngs=rngs) if cfg.has_indexer(self.ratio) else None
+        self.selects, self.teaches = cfg.selects(self.ratio), cfg.teaches(self.ratio)
 
     def __call__(
         self,
@@ -99,28 +101,28 @@ class CompressedSparseAttention(Switches, nnx.Module):
         groups = None if boundaries is None or self.compressor is None else compressed_groups(boundaries, self.ratio)
         compressed = None if self.compressor is None else self.compressor(x, groups, positions)
         self._check_latent(latent)
-        aux = {"indexer_loss": jnp.zeros((), jnp.float32)} if self._teaches else {}
+        aux = {"indexer_loss": jnp.zeros((), jnp.float32)} if self.teaches else {}
         if self.ratio == -1:
             index = causal_index(tokens, boundaries)
         else:
             index = window_index(tokens, self.cfg.sliding_window, boundaries)
         if compressed is not None:
             kv = jnp.concatenate([kv, compressed], axis=1)
-            if self._selects or self._teaches:
+            if self.selects or self.teaches:
                 seen = visible_slots(tokens, self.ratio, groups)
                 keys = self.indexer.compressor(lax.stop_gradient(x), groups, positions)
                 tables = layer_tables(self.cfg, self.rope, token_positions(batch, tokens, boundaries, positions))
-                teacher = (q, compressed, self.cfg.head_dim**-0.5) if self._teaches else None
-                topk = self.cfg.index_topk if self._selects else keys.shape[1]
+                teacher = (q, compressed, self.cfg.head_dim**-0.5) if self.teaches else None
+                topk = self.cfg.index_topk if self.selects else keys.shape[1]
                 selected, divergence = self.indexer(x, latent, tables, keys, *seen, topk, teacher)
-                if self._teaches:
+                if self.teaches:
                     is_valid = None if boundaries is None else boundaries.is_valid
                     aux = {"indexer_loss": indexer_loss(self.cfg, divergence, is_valid, loss_mask)}
-            if self._selects:
+            if self.selects:
                 far = selected_index(selected, *seen, tokens)
             else:
                 far = compressed_index(tokens, self.ratio, tokens, groups)
-            index = _joined(index, far)
+            index = joined(index, far)
         return self._attend(q, kv, jnp.broadcast_to(index, (batch, *index.shape[-2:]))), aux
 
     def init_cache(self, batch: int, max_length: int) -> AttentionCache:
@@ -140,7 +142,7 @@ class CompressedSparseAttention(Switches, nnx.Module):
             jnp.zeros((), jnp.int32),
             jnp.zeros((batch, rows, cfg.head_dim), dtype),
             None if self.compressor is None else self.compressor.init_cache(batch, max_length),
-            self.indexer.compressor.init_cache(batch, max_length) if self._selects else None,
+            self.indexer.compressor.init_cache(batch, max_length) if self.selects else None,
         )
 
     def decode(
@@ -189,14 +191,14 @@ class CompressedSparseAttention(Switches, nnx.Module):
             offset, num_slots = rows.shape[1], compressor.rows.shape[1]
             rows = jnp.concatenate([rows, compressor.rows], axis=1)
             seen = jnp.zeros_like(position), jnp.minimum((position + 1) // self.ratio, num_slots)
-            if self._selects:
+            if self.selects:
                 indexer = self.indexer.compressor.extend(x, indexer, length)
                 tables = layer_tables(self.cfg, self.rope, position)
                 selected, _ = self.indexer(x, latent, tables, indexer.rows, *seen, self.cfg.index_topk, None)
                 far = selected_index(selected, *seen, offset)
             else:
                 far = range_index(*seen, num_slots, offset)
-            index = _joined(index, far)
+            index = joined(index, far)
         o = self._attend(q, rows, jnp.broadcast_to(index, (batch, *index.shape[-2:])))
         return o, AttentionCache(length + tokens, kept, compressor, indexer)
 
@@ -217,15 +219,7 @@ class CompressedSparseAttention(Switches, nnx.Module):
         if self.ratio == -1:
             return tokens
         slots = tokens // self.ratio if self.ratio > 1 else 0
-        return self.cfg.sliding_window + (min(slots, self.cfg.index_topk) if self._selects else slots)
-
-    @property
-    def _selects(self):
-        return self.indexer is not None and self.cfg.indexer_phase == "sparse"
-
-    @property
-    def _teaches(self):
-        return self.indexer is not None and self.cfg.indexer_loss_coeff > 0
+        return self.cfg.sliding_window + (min(slots, self.cfg.index_topk) if self.selects else slots)
 
     def _check_latent(self, latent):
         if self.indexer is not None and latent is None:
@@ -241,9 +235,3 @@ class CompressedSparseAttention(Switches, nnx.Module):
             backend=self.cfg.sparse_attention_backend,
             fuse_kv_index_remap=status.active,
         )
-
-
-def _joined(*tables):
-    """Tables of ids side by side, with or without a batch axis."""
-    lead = jnp.broadcast_shapes(*(table.shape[:-1] for table in tables))
-    return jnp.concatenate([jnp.broadcast_to(t, (*lead, t.shape[-1])) for t in tables], axis=-1)

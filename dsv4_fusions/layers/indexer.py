@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from dsv4_fusions.config import DSv4Config
+from dsv4_fusions.kv_index import in_range
 from dsv4_fusions.layers.compressor import Compressor
 from dsv4_fusions.layers.projections import linear, rms_norm
 from dsv4_fusions.layers.rotary import hadamard, layer_tables, rotate_row
@@ -165,12 +166,12 @@ def _select_block(keys, attended_rows, q, weights, start, count, attended_q, *, 
     scores = _dot("thd,cd->thc", q, keys.astype(dtype))
     scores = jnp.sum(jax.nn.relu(scores) * weights[..., None], axis=1)
     row = jnp.arange(keys.shape[0], dtype=jnp.int32)
-    is_candidate = _is_candidate(row, start, count)
+    is_candidate = in_range(row, start, count)
     leaves_out = topk < keys.shape[0]
     if leaves_out:
         # Stable: of equal scores, which a relu makes many of, the earlier row.
         scores, row = lax.top_k(jnp.where(is_candidate, scores, -jnp.inf), topk)
-        is_candidate = _is_candidate(row, start, count)
+        is_candidate = in_range(row, start, count)
     selected = jnp.where(is_candidate, row, -1)
     if attended_q is None:
         return selected, jnp.zeros(q.shape[:1], jnp.float32)
@@ -182,10 +183,6 @@ def _select_block(keys, attended_rows, q, weights, start, count, attended_q, *, 
     target = lax.stop_gradient(jnp.mean(_softmax(scale * logits, is_candidate[:, None]), axis=1))
     predicted = _softmax(scores, is_candidate)
     return selected, jnp.sum(target * (jnp.log(target + 1e-10) - jnp.log(predicted + 1e-10)), axis=-1)
-
-
-def _is_candidate(row, start, count):
-    return (row >= start[:, None]) & (row < (start + count)[:, None])
 
 
 def _dot(spec, x, y):

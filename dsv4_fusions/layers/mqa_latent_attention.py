@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_fusions.config import LATENT_RATIO, DSv4Config
 from dsv4_fusions.documents import from_segment_ids
-from dsv4_fusions.kv_index import causal_index, latent_candidates, range_index, selected_index, window_index
+from dsv4_fusions.kv_index import causal_index, joined, latent_candidates, range_index, selected_index, window_index
 from dsv4_fusions.layers.cache import AttentionCache, check_batch, put_rows
 from dsv4_fusions.layers.indexer import Indexer, indexer_loss
 from dsv4_fusions.layers.projections import check_input, gated, linear, recomputed, rms_norm
@@ -92,6 +92,7 @@ class MQALatentAttention(Switches, nnx.Module):
             self.gate_proj = linear(cfg, cfg.hidden_size, heads * value, rngs=rngs)
         self.o_proj = linear(cfg, heads * value, cfg.hidden_size, rngs=rngs)
         self.indexer = Indexer(cfg, 1, layer_index, rngs=rngs) if cfg.has_indexer(LATENT_RATIO) else None
+        self.selects, self.teaches = cfg.selects(LATENT_RATIO), cfg.teaches(LATENT_RATIO)
 
         self.set_switches(
             cfg,
@@ -104,14 +105,6 @@ class MQALatentAttention(Switches, nnx.Module):
     @property
     def _scale(self):
         return (self.cfg.qk_nope_head_dim + self.cfg.qk_rope_head_dim) ** -0.5
-
-    @property
-    def _selects(self):
-        return self.indexer is not None and self.cfg.indexer_phase == "sparse"
-
-    @property
-    def _teaches(self):
-        return self.indexer is not None and self.cfg.indexer_loss_coeff > 0
 
     def __call__(
         self,
@@ -133,20 +126,21 @@ class MQALatentAttention(Switches, nnx.Module):
         tables = layer_tables(cfg, self.rope, positions)
         q, rows, latent = recomputed(cfg, "qkv", self._queries_and_rows)(x, tables)
         aux = {}
-        if self._selects or self._teaches:
+        if self.selects or self.teaches:
             # In the sparse phase the window is attended to anyway, and is no candidate: no id stands twice in a row.
-            start, count = latent_candidates(tokens, cfg.sliding_window if self._selects else 0, boundaries)
+            start, count = latent_candidates(tokens, cfg.sliding_window if self.selects else 0, boundaries)
             selected, divergence = self.indexer(
                 *(x, latent, tables, self.indexer.token_keys(x, positions), start, count),
-                cfg.index_topk if self._selects else tokens,
-                (q, rows, self._scale) if self._teaches else None,
+                cfg.index_topk if self.selects else tokens,
+                (q, rows, self._scale) if self.teaches else None,
             )
-            if self._teaches:
+            if self.teaches:
                 is_valid = None if boundaries is None else boundaries.is_valid
                 aux = {"indexer_loss": indexer_loss(cfg, divergence, is_valid, loss_mask)}
-        if self._selects:
+        if self.selects:
+            # The selected rows in front, as in PaddleFleet since its PR #1653: an LSE over them is one over a prefix.
             window = window_index(tokens, cfg.sliding_window, boundaries)
-            index = _selected_and_window(selected_index(selected, start, count, 0), window)
+            index = joined(selected_index(selected, start, count, 0), window)
         else:
             index = causal_index(tokens, boundaries)
         return self._output(self._attend(q, rows, index), x), aux
@@ -163,7 +157,7 @@ class MQALatentAttention(Switches, nnx.Module):
         """
         cfg = self.cfg
         zeros = lambda width: jnp.zeros((batch, max_length, width), jnp.dtype(cfg.dtype))  # noqa: E731
-        keys = zeros(cfg.index_head_dim) if self._selects else None
+        keys = zeros(cfg.index_head_dim) if self.selects else None
         return AttentionCache(jnp.zeros((), jnp.int32), zeros(cfg.kv_lora_rank + cfg.qk_rope_head_dim), index_keys=keys)
 
     def decode(
@@ -178,12 +172,12 @@ class MQALatentAttention(Switches, nnx.Module):
         tables = layer_tables(cfg, self.rope, position)
         q, new, latent = self._queries_and_rows(x, tables)
         rows, keys = put_rows(cache.kv, new, position), cache.index_keys
-        if self._selects:
+        if self.selects:
             keys = put_rows(keys, self.indexer.token_keys(x, position), position)
             start, count = jnp.zeros_like(position), jnp.clip(position + 1 - cfg.sliding_window, 0, capacity)
             selected, _ = self.indexer(x, latent, tables, keys, start, count, cfg.index_topk, None)
             window = position[:, None] - jnp.arange(cfg.sliding_window - 1, -1, -1, dtype=jnp.int32)
-            index = _selected_and_window(selected_index(selected, start, count, 0), window)
+            index = joined(selected_index(selected, start, count, 0), window)
         else:
             index = range_index(jnp.zeros_like(position), position + 1, capacity)
         o = self._output(self._attend(q, rows, index), x)
@@ -199,7 +193,7 @@ class MQALatentAttention(Switches, nnx.Module):
 
     def table_width(self, tokens: int) -> int:
         """Columns of the table of ids for this many tokens."""
-        return min(self.cfg.index_topk, tokens) + self.cfg.sliding_window if self._selects else tokens
+        return min(self.cfg.index_topk, tokens) + self.cfg.sliding_window if self.selects else tokens
 
     def _queries_and_rows(self, x, tables):
         """Absorbed queries [batch, tokens, heads, rank + pe], rows [batch, tokens, rank + pe], low-rank queries."""
@@ -236,9 +230,3 @@ class MQALatentAttention(Switches, nnx.Module):
     def _values(self, o):
         o = jnp.einsum("bthl,hlv->bthv", o, self.v_up[...].astype(self.cfg.dtype))
         return o.reshape(*o.shape[:2], o.shape[2] * o.shape[3])
-
-
-def _selected_and_window(selected, window):
-    """The selected rows in front, as in PaddleFleet since its PR #1653: an LSE over them is one over a prefix."""
-    window = jnp.broadcast_to(window, (*selected.shape[:-1], window.shape[-1]))
-    return jnp.concatenate([selected, window], axis=-1)

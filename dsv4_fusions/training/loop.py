@@ -148,8 +148,7 @@ def initial_state(model: Decoder, config: TrainConfig) -> State:
     Raises:
       ValueError: `train_only` is "indexer" and nothing teaches one.
     """
-    cfg = model.cfg
-    if config.train_only and not (cfg.indexer_loss_coeff > 0 and any(map(cfg.has_indexer, cfg.compress_ratios))):
+    if config.train_only and not any(map(model.cfg.teaches, model.cfg.compress_ratios)):
         wanted = "a model with an indexer and an indexer_loss_coeff above 0"
         raise ValueError(f"train_only: got {config.train_only!r}, wanted {wanted} with it")
     params = nnx.state(model, nnx.Param)
