@@ -62,9 +62,13 @@ def _build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     train = commands.add_parser("train", help="train a byte-level decoder on text")
-    train.add_argument("config", metavar="CONFIG", help="YAML file with the keys model: and train:")
+    train.add_argument("config", type=_path, metavar="CONFIG", help="YAML file with the keys model: and train:")
     train.add_argument(
-        "--text", nargs="+", metavar="FILE", help="files to train on, a document each (default: Python's documentation)"
+        "--text",
+        type=_path,
+        nargs="+",
+        metavar="FILE",
+        help="files to train on, a document each (default: Python's documentation)",
     )
     train.add_argument("--steps", type=_positive, metavar="N", help="number of steps (default: the configuration's)")
     train.add_argument(
@@ -72,7 +76,7 @@ def _build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="train twice from one seed, fusions off and on, and fail unless every loss and parameter is bitwise equal",
     )
-    train.add_argument("--checkpoint-dir", metavar="DIR", help="save the run there, and its metrics.csv")
+    train.add_argument("--checkpoint-dir", type=_path, metavar="DIR", help="save the run there, and its metrics.csv")
     train.add_argument(
         "--checkpoint-every",
         type=_positive,
@@ -86,15 +90,18 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     train.add_argument(
         "--metrics",
+        type=_path,
         metavar="FILE",
         help="write a CSV row for every step (default: metrics.csv in --checkpoint-dir or the current directory)",
     )
-    train.add_argument("--plot", metavar="FILE", help="draw the loss curves as a PNG; needs matplotlib")
+    train.add_argument("--plot", type=_path, metavar="FILE", help="draw the loss curves as a PNG; needs matplotlib")
     train.set_defaults(prepare=_prepare_train)
 
     generate = commands.add_parser("generate", help="continue a text with a decoder that `train` has saved")
-    generate.add_argument("config", metavar="CONFIG", help="YAML file that the decoder was trained with")
-    generate.add_argument("--checkpoint", metavar="DIR", required=True, help="--checkpoint-dir of the training")
+    generate.add_argument("config", type=_path, metavar="CONFIG", help="YAML file that the decoder was trained with")
+    generate.add_argument(
+        "--checkpoint", type=_path, metavar="DIR", required=True, help="--checkpoint-dir of the training"
+    )
     generate.add_argument("--prompt", metavar="TEXT", required=True, help="text to continue")
     generate.add_argument("--bytes", type=_positive, default=200, metavar="N", help="bytes to generate (default: 200)")
     generate.add_argument(
@@ -104,7 +111,7 @@ def _build_parser() -> argparse.ArgumentParser:
     generate.set_defaults(prepare=_prepare_generate)
 
     verify = commands.add_parser("verify", help="compare every kind of layer, fused and unfused, bit by bit")
-    verify.add_argument("config", metavar="CONFIG", help="YAML file with the key model:")
+    verify.add_argument("config", type=_path, metavar="CONFIG", help="YAML file with the key model:")
     verify.add_argument("--json", action="store_true", help="print the report as JSON")
     verify.add_argument("--batch", type=_positive, metavar="B", help="batch entries (default: train.batch_size)")
     verify.add_argument("--tokens", type=_positive, metavar="T", help="tokens (default: train.sequence_length)")
@@ -113,7 +120,10 @@ def _build_parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="time the postmix, fused and unfused, beside XLA's and beside a copy")
     bench.add_argument(
-        "config", metavar="CONFIG", help="YAML file with the key model:, for instance configs/v4_flash_layer.yaml"
+        "config",
+        type=_path,
+        metavar="CONFIG",
+        help="YAML file with the key model:, for instance configs/v4_flash_layer.yaml",
     )
     bench.add_argument(
         "--tokens",
@@ -125,8 +135,8 @@ def _build_parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--implementation", nargs="+", metavar="NAME", help="implementations to measure (default: all that can run)"
     )
-    bench.add_argument("--csv", metavar="FILE", help="write a row for every measurement")
-    bench.add_argument("--plot", metavar="FILE", help="draw the times as a PNG; needs matplotlib")
+    bench.add_argument("--csv", type=_path, metavar="FILE", help="write a row for every measurement")
+    bench.add_argument("--plot", type=_path, metavar="FILE", help="draw the times as a PNG; needs matplotlib")
     bench.add_argument(
         "--repeats", type=_positive, metavar="N", help="times to take of everything (default: 11 on a GPU, elsewhere 3)"
     )
@@ -139,9 +149,15 @@ def _positive(text: str) -> int:
         value = int(text)
     except ValueError:
         value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted an integer of 1 or more")
+    if not 1 <= value < 2**31:  # JAX's shapes end at 64 bits, and its message about larger ones names no argument
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted an integer of 1 or more, and less than 2^31")
     return value
+
+
+def _path(text: str) -> str:
+    if not text:  # the system's message about it would name nothing
+        raise argparse.ArgumentTypeError("got '', wanted a path")
+    return text
 
 
 def _prepare_train(args):
@@ -351,17 +367,21 @@ def _train(console, description, model, config, training, held_out, state, recor
         completed = state.step if state else 0
         task = progress.add_task(description, total=config.steps, completed=completed, loss=float("nan"), speed=0.0)
 
-        def on_step(state, loss, held_out_loss, seconds):
+        def on_step(state, loss, aux, held_out_loss, seconds):
             step, speed = state.step, tokens / seconds
             progress.update(task, completed=step, loss=loss, speed=speed)
             if held_out_loss is not None and step < config.steps:
                 console.print(f"step {step}: held-out loss {held_out_loss:.3f}")
             if not console.is_terminal and (step % max(config.steps // 10, 1) == 0 or step == config.steps):
-                console.print(f"{description}: step {step} of {config.steps}, loss {loss:.3f}, {speed:,.0f} tokens/s")
+                losses = [f"loss {loss:.3f}", *(f"{name.replace('_', ' ')} {value:.3g}" for name, value in aux.items())]
+                console.print(
+                    f"{description}: step {step} of {config.steps}, {', '.join(losses)}, {speed:,.0f} tokens/s"
+                )
             record.add(
                 run=description,
                 step=step,
                 loss=loss,
+                indexer_loss=aux.get("indexer_loss"),
                 held_out_loss=held_out_loss,
                 tokens_per_second=f"{speed:.1f}",
                 seconds=f"{time.perf_counter() - began:.3f}",
@@ -421,11 +441,12 @@ def _prepare_generate(args):
     # Abstract parameters: all of them come from the checkpoint.
     model = nnx.eval_shape(lambda: Decoder(cfg, rngs=nnx.Rngs(config.seed)))
     checkpoint.load_run_params(args.checkpoint, cfg, model)
-    new_bytes = generate(model, args.prompt.encode(), args.bytes, args.temperature, args.seed)
+    prompt = os.fsencode(args.prompt)  # the bytes that were typed, UTF-8 or not
+    new_bytes = generate(model, prompt, args.bytes, args.temperature, args.seed)
 
     def run():
         # Bytes, as they come: a character may take several of them.
-        for data in (args.prompt.encode(), *(bytes([byte]) for byte in new_bytes), b"\n"):
+        for data in (prompt, *(bytes([byte]) for byte in new_bytes), b"\n"):
             sys.stdout.buffer.write(data)
             sys.stdout.buffer.flush()
         return 0

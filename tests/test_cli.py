@@ -153,9 +153,11 @@ def test_compare_with_every_kind_of_layer(text_file, tmp_path, capsys):
     content["train"] |= {"batch_size": 2, "sequence_length": 160, "steps": 3, "warmup_steps": 1}
     path = tmp_path / "hybrid.yaml"
     path.write_text(yaml.safe_dump(content))
-    assert cli.main(["train", str(path), "--text", text_file, "--compare"]) == 0
+    table = tmp_path / "metrics.csv"
+    assert cli.main(["train", str(path), "--text", text_file, "--compare", "--metrics", str(table)]) == 0
     out = capsys.readouterr().out
-    assert "bitwise equal: 3 losses" in out
+    assert "bitwise equal: 3 losses" in out and ", indexer loss 0." in out
+    assert all(float(row["indexer_loss"]) > 0 for row in metrics.read(table))
     assert "fuse_inv_rope: active in 3 of 3 layers" in out and "fuse_kv_index_remap: active in 3 of 3 layers" in out
 
 
@@ -221,7 +223,7 @@ def test_metrics_hold_every_step_to_the_bit(train, tmp_path, monkeypatch):
     assert train("--metrics", tmp_path / "m.csv", "--compare", "--plot", tmp_path / "p.png") == 0
     with open(tmp_path / "m.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert tuple(rows[0]) == ("run", "step", "loss", "held_out_loss", "tokens_per_second", "seconds")
+    assert tuple(rows[0]) == ("run", "step", "loss", "indexer_loss", "held_out_loss", "tokens_per_second", "seconds")
     for name, run in zip(("fusions off", "fusions on"), runs, strict=True):
         mine = [row for row in rows if row["run"] == name]
         assert [int(row["step"]) for row in mine] == list(range(1, STEPS + 1))
@@ -243,7 +245,8 @@ def test_plot_shows_every_run(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: figures.append(self))
     values = [("off", 1, 5.5, None), ("off", 2, 5.25, 5.3), ("on", "1", "5.5", ""), ("on", "2", "5.25", "5.3")]
-    draw_losses("p.png", [dict(zip(metrics.COLUMNS, row, strict=False)) for row in values])
+    columns = ("run", "step", "loss", "held_out_loss")
+    draw_losses("p.png", [dict(zip(columns, row, strict=True)) for row in values])
     lines = {line.get_label(): line.get_xydata().tolist() for line in figures[0].axes[0].lines}
     curve, dots = [[1.0, 5.5], [2.0, 5.25]], [[2.0, 5.3]]
     assert lines == {"off": curve, "off, held out": dots, "on": curve, "on, held out": dots}

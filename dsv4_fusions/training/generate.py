@@ -27,13 +27,13 @@ def generate(model: Decoder, prompt: bytes, count: int, temperature: float = 1.0
       prompt: the text so far, one byte or more.
       count: bytes to generate.
       temperature: divides the logits before sampling; 0: always the likeliest byte.
-      seed: of the sampling.
+      seed: of the sampling, a signed integer of 64 bits.
 
     Yields:
       `count` bytes, as integers.
 
     Raises:
-      ValueError: an empty prompt, a negative count, a temperature that is negative or no number.
+      ValueError: an empty prompt, a negative count, a temperature that is negative or no number, a seed out of range.
     """
     if not prompt:
         raise ValueError("prompt: got nothing, wanted one byte or more")
@@ -41,6 +41,8 @@ def generate(model: Decoder, prompt: bytes, count: int, temperature: float = 1.0
         raise ValueError(f"count: got {count}, wanted 0 or more")
     if not temperature >= 0:
         raise ValueError(f"temperature: got {temperature}, wanted 0 or more")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed: got {seed}, wanted a signed integer of 64 bits")
     return _generate(model, prompt, count, temperature, seed)
 
 

@@ -105,17 +105,18 @@ def train_step(graphdef, params, opt_state, batch: Rows, *, optimizer: optax.Gra
     """One update. The parameters and the optimizer's state are donated.
 
     Returns:
-      The new parameters, the optimizer's new state, and the batch's loss in nats a byte before the update.
+      The new parameters, the optimizer's new state, and of before the update: the batch's loss in nats a byte and the
+      auxiliary losses by name.
     """
 
     def objective(params):
         total, count, aux = loss_sum(graphdef, params, batch)
         loss = total / jnp.maximum(count, 1)
-        return loss + sum(aux.values()), loss
+        return loss + sum(aux.values()), (loss, aux)
 
-    grads, loss = jax.grad(objective, has_aux=True)(params)
+    grads, (loss, aux) = jax.grad(objective, has_aux=True)(params)
     updates, opt_state = optimizer.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, loss
+    return optax.apply_updates(params, updates), opt_state, loss, aux
 
 
 _loss_sum = jax.jit(loss_sum)
@@ -160,7 +161,7 @@ def train(
     config: TrainConfig,
     training: Rows,
     held_out: Rows,
-    on_step: Callable[[State, np.ndarray, float | None, float], None] = lambda *report: None,
+    on_step: Callable[[State, np.ndarray, dict[str, np.ndarray], float | None, float], None] = lambda *report: None,
     start: State | None = None,
 ) -> Run:
     """Trains a decoder.
@@ -170,8 +171,9 @@ def train(
       config: batch size, steps, optimizer.
       training: rows to train on.
       held_out: rows to evaluate on.
-      on_step: called after every step with the state, which the next step consumes, the step's loss (float32), the
-        held-out loss if one is due (it is after the last step), and the seconds that the step took.
+      on_step: called after every step with the state, which the next step consumes, the step's loss (float32), its
+        auxiliary losses by name, the held-out loss if one is due (it is after the last step), and the seconds that the
+        step took.
       start: where an earlier run stood, consumed as well; None: the decoder's initial state.
 
     Returns:
@@ -184,7 +186,7 @@ def train(
     losses, held_out_loss = [], None
     for step, rows in enumerate(itertools.islice(order, state.step, None), start=state.step + 1):
         began = time.perf_counter()
-        params, opt_state, loss = train_step(
+        params, opt_state, loss, aux = train_step(
             graphdef, state.params, state.opt_state, training.take(rows), optimizer=optimizer
         )
         state = State(step, params, opt_state)
@@ -192,7 +194,7 @@ def train(
         seconds = time.perf_counter() - began
         due = step == config.steps or (config.eval_interval and step % config.eval_interval == 0)
         held_out_loss = evaluate(graphdef, state.params, held_out, config.batch_size) if due else None
-        on_step(state, losses[-1], held_out_loss, seconds)
+        on_step(state, losses[-1], jax.device_get(aux), held_out_loss, seconds)
     if not losses:  # the start was the end
         held_out_loss = evaluate(graphdef, state.params, held_out, config.batch_size)
     return Run(

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-COLUMNS = ("run", "step", "loss", "held_out_loss", "tokens_per_second", "seconds")
+COLUMNS = ("run", "step", "loss", "indexer_loss", "held_out_loss", "tokens_per_second", "seconds")
 
 
 def read(path: str | os.PathLike) -> list[dict[str, str]]:

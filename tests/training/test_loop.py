@@ -58,7 +58,7 @@ def test_training_lowers_the_loss(runs):
 
 def test_every_step_is_reported_and_every_eval_interval_evaluated(runs):
     first, _, reported = runs
-    states, losses, held_out_losses, seconds = zip(*reported, strict=True)
+    states, losses, _, held_out_losses, seconds = zip(*reported, strict=True)
     assert [state.step for state in states] == list(range(1, TRAIN.steps + 1))
     assert_trees_bitwise_equal(np.stack(losses), first.losses)
     assert [i for i, loss in enumerate(held_out_losses, start=1) if loss is not None] == [4, TRAIN.steps]
@@ -88,10 +88,13 @@ def test_the_indexer_alone():
     config = dataclasses.replace(TRAIN, steps=3, warmup_steps=0, train_only="indexer")
     model = Decoder(cfg, rngs=nnx.Rngs(0))
     before = dict(nnx.to_flat_state(jax.tree.map(np.array, nnx.state(model, nnx.Param))))
-    run = loop.train(model, config, ROWS, ROWS)
+    aux = []
+    run = loop.train(model, config, ROWS, ROWS, lambda state, loss, losses, *_: aux.append(losses))
     moved = {path for path, leaf in nnx.to_flat_state(run.params) if np.any(leaf[...] != before[path][...])}
     assert moved == {path for path in before if "indexer" in path} and len(moved) > 4
     assert run.losses[0] == run.losses[-1]  # the cross entropy: the attention does not see the indexer yet
+    assert len(aux) == 3 and {tuple(losses) for losses in aux} == {("indexer_loss",)}
+    assert aux[-1]["indexer_loss"] < aux[0]["indexer_loss"]
 
 
 @pytest.mark.parametrize("changes", [{}, {"compress_ratios": (4,)}, {"indexer_loss_coeff": 1.0}])
