@@ -50,18 +50,18 @@ class CompressedGroups:
     """Number of slots that the token sees: the groups of its own document that end at or before it."""
 
 
-def _integers(x, name: str) -> Int32[Array, "*batch tokens"]:
+def _integers(x, name: str) -> Int[Array, "*batch tokens"]:
     x = numerics.integers(name, x)
     if x.ndim == 0:
         raise ValueError(f"{name}: got a scalar, wanted [..., tokens]")
-    return x.astype(jnp.int32)
+    return x
 
 
 def _count(mask: Bool[Array, "*batch tokens"]) -> Int32[Array, "*batch tokens"]:
     return jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
 
 
-def _previous(x: Int32[Array, "*batch tokens"]) -> Int32[Array, "*batch tokens"]:
+def _previous(x: Int[Array, "*batch tokens"]) -> Int[Array, "*batch tokens"]:
     return jnp.concatenate([x[..., :1], x[..., :-1]], axis=-1)
 
 
@@ -120,6 +120,8 @@ def document_boundaries(end_rows: Int[Array, "*batch tokens"]) -> DocumentBounda
     """
     ends = _integers(end_rows, "end_rows")
     tokens = ends.shape[-1]
+    # Clipped in their own type, as wide ones would wrap: an end past the last row is none, whatever its number.
+    ends = jnp.clip(ends, -1, tokens + 1).astype(jnp.int32) if ends.dtype.itemsize > 4 else ends.astype(jnp.int32)
     rows = jnp.arange(tokens, dtype=jnp.int32)
     previous = _previous(ends)
     is_start = (rows == 0) | ((rows == previous) & (ends != previous))

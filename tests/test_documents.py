@@ -244,3 +244,15 @@ def test_ids_that_jax_would_wrap_raise(function):
     # Wrapped, the second document would be the first one, and its tokens would see each other.
     with pytest.raises(ValueError, match="wanted values within int32"):
         function(np.array([5, 5, 2**32 + 5]))
+
+
+def test_ids_and_ends_of_64_bits_are_told_apart():
+    """Where JAX has 64-bit integers: ids that are equal in their low halves, one of them 0, and an end past any row."""
+    with jax.enable_x64(True):
+        wide = from_segment_ids(jnp.array([1, 1, 1 + 2**32, 2**32, 0], jnp.int64))
+        narrow = from_segment_ids(jnp.array([1, 1, 2, 3, 0], jnp.int32))
+        jax.tree.map(np.testing.assert_array_equal, wide, narrow)
+        far = document_boundaries(jnp.array([3, 3, 3, 2**32 + 3], jnp.int64))
+        near = document_boundaries(jnp.array([3, 3, 3, 5], jnp.int32))
+        jax.tree.map(np.testing.assert_array_equal, far.is_valid, near.is_valid)
+        jax.tree.map(np.testing.assert_array_equal, far.doc_start, near.doc_start)

@@ -16,7 +16,7 @@ from dsv4_fusions.kv_index import (
     visible_slots,
     window_index,
 )
-from dsv4_fusions.layers.cache import AttentionCache, check_batch, put_rows
+from dsv4_fusions.layers.cache import AttentionCache, check_cache, put_rows
 from dsv4_fusions.layers.compressor import Compressor
 from dsv4_fusions.layers.indexer import Indexer, indexer_loss
 from dsv4_fusions.layers.rotary import layer_tables, token_positions
@@ -143,6 +143,7 @@ class CompressedSparseAttention(Switches, nnx.Module):
             jnp.zeros((batch, rows, cfg.head_dim), dtype),
             None if self.compressor is None else self.compressor.init_cache(batch, max_length),
             self.indexer.compressor.init_cache(batch, max_length) if self.selects else None,
+            ratio=self.ratio,
         )
 
     def decode(
@@ -166,9 +167,10 @@ class CompressedSparseAttention(Switches, nnx.Module):
           Array like `q`, still rotated, and the cache with the next tokens in it.
 
         Raises:
-          ValueError: a cache for another batch, no `latent` where there is an indexer.
+          TypeError: no cache.
+          ValueError: a cache for another batch or of another layer, no `latent` where there is an indexer.
         """
-        check_batch(cache, x)
+        check_cache(cache, x, self.init_cache)
         self._check_latent(latent)
         batch, tokens, _ = kv.shape
         length = cache.length
@@ -200,7 +202,7 @@ class CompressedSparseAttention(Switches, nnx.Module):
                 far = range_index(*seen, num_slots, offset)
             index = joined(index, far)
         o = self._attend(q, rows, jnp.broadcast_to(index, (batch, *index.shape[-2:])))
-        return o, AttentionCache(length + tokens, kept, compressor, indexer)
+        return o, AttentionCache(length + tokens, kept, compressor, indexer, ratio=self.ratio)
 
     def explain_fusions(self, q=None) -> dict[str, FusionStatus]:
         """What the fusion of this module does, without running it.

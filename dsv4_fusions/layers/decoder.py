@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dsv4_fusions import dispatch
+from dsv4_fusions import dispatch, numerics
 from dsv4_fusions.config import LATENT_RATIO, DSv4Config
 from dsv4_fusions.gather import gather_rows
 from dsv4_fusions.layers.cache import AttentionCache
@@ -201,6 +201,8 @@ class Decoder(Switches, nnx.Module):
         Returns:
           f32 logits and the new caches.
         """
+        if len(cache) != len(self.layers):
+            raise ValueError(f"cache: got {len(cache)} caches, wanted {len(self.layers)}, one for each layer")
         x, caches = self._embedded(token_ids), []
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             x, layer_cache = layer.decode(x, layer_cache)
@@ -208,6 +210,9 @@ class Decoder(Switches, nnx.Module):
         return self._logits(x), tuple(caches)
 
     def _embedded(self, token_ids):
+        token_ids = numerics.integers("token_ids", token_ids)
+        if token_ids.ndim != 2:
+            raise ValueError(f"token_ids: got shape {token_ids.shape}, wanted [batch, tokens]")
         return gather_rows(*dispatch.align_manual_axes(self.embedding[...], token_ids)).astype(self.cfg.dtype)
 
     def _logits(self, x):

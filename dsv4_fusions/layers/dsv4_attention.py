@@ -7,10 +7,10 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_fusions.config import DSv4Config
 from dsv4_fusions.documents import from_segment_ids
-from dsv4_fusions.layers.cache import AttentionCache
+from dsv4_fusions.layers.cache import AttentionCache, check_cache
 from dsv4_fusions.layers.compressed_sparse_attention import CompressedSparseAttention
 from dsv4_fusions.layers.norms import rms_normalize
-from dsv4_fusions.layers.projections import check_input, gated, linear, recomputed, rms_norm
+from dsv4_fusions.layers.projections import check_input, gated, linear, recomputed, rms_norm, without_padding
 from dsv4_fusions.layers.rotary import layer_tables, rotate_row, token_positions
 from dsv4_fusions.layers.switches import FusionStatus, Switches, forwarded, never_active
 from dsv4_fusions.ops.inv_rope_postmix import (
@@ -136,7 +136,8 @@ class DSv4HybridSelfAttention(Switches, nnx.Module):
         check_input(self.cfg, x, segment_ids, loss_mask)
         boundaries = None if segment_ids is None else from_segment_ids(segment_ids)
         forward = recomputed(self.cfg, "full_attn", self._forward)
-        return forward(x.astype(self.cfg.dtype), boundaries, positions, loss_mask)
+        x = without_padding(x.astype(self.cfg.dtype), boundaries)
+        return forward(x, boundaries, positions, loss_mask)
 
     def init_cache(self, batch: int, max_length: int) -> AttentionCache:
         """An empty cache for `decode`; see `CompressedSparseAttention.init_cache`."""
@@ -155,6 +156,7 @@ class DSv4HybridSelfAttention(Switches, nnx.Module):
           What a call on the whole sequence gives for these tokens, up to rounding, and the new cache.
         """
         check_input(self.cfg, x)
+        check_cache(cache, x, self.init_cache)
         x = x.astype(self.cfg.dtype)
         tables = layer_tables(self.cfg, self.rope, cache.length + jnp.arange(x.shape[1], dtype=jnp.int32))
         q, kv, latent = self._queries_and_rows(x, tables)

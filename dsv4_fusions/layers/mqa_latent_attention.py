@@ -7,9 +7,9 @@ from jaxtyping import Array, Float, Int
 from dsv4_fusions.config import LATENT_RATIO, DSv4Config
 from dsv4_fusions.documents import from_segment_ids
 from dsv4_fusions.kv_index import causal_index, joined, latent_candidates, range_index, selected_index, window_index
-from dsv4_fusions.layers.cache import AttentionCache, check_batch, put_rows
+from dsv4_fusions.layers.cache import AttentionCache, check_cache, put_rows
 from dsv4_fusions.layers.indexer import Indexer, indexer_loss
-from dsv4_fusions.layers.projections import check_input, gated, linear, recomputed, rms_norm
+from dsv4_fusions.layers.projections import check_input, gated, linear, recomputed, rms_norm, without_padding
 from dsv4_fusions.layers.rotary import layer_tables, rotate_row, token_positions
 from dsv4_fusions.layers.switches import LATENT_VALUES, FusionStatus, Switches, remap_status
 from dsv4_fusions.ops.sparse_attention import check_backend, sparse_attention
@@ -117,7 +117,8 @@ class MQALatentAttention(Switches, nnx.Module):
         check_input(self.cfg, x, segment_ids, loss_mask)
         boundaries = None if segment_ids is None else from_segment_ids(segment_ids)
         forward = recomputed(self.cfg, "full_attn", self._forward)
-        return forward(x.astype(self.cfg.dtype), boundaries, positions, loss_mask)
+        x = without_padding(x.astype(self.cfg.dtype), boundaries)
+        return forward(x, boundaries, positions, loss_mask)
 
     def _forward(self, x, boundaries, positions, loss_mask):
         cfg = self.cfg
@@ -158,14 +159,15 @@ class MQALatentAttention(Switches, nnx.Module):
         cfg = self.cfg
         zeros = lambda width: jnp.zeros((batch, max_length, width), jnp.dtype(cfg.dtype))  # noqa: E731
         keys = zeros(cfg.index_head_dim) if self.selects else None
-        return AttentionCache(jnp.zeros((), jnp.int32), zeros(cfg.kv_lora_rank + cfg.qk_rope_head_dim), index_keys=keys)
+        rows = zeros(cfg.kv_lora_rank + cfg.qk_rope_head_dim)
+        return AttentionCache(jnp.zeros((), jnp.int32), rows, index_keys=keys, ratio=LATENT_RATIO)
 
     def decode(
         self, x: Float[Array, "batch tokens hidden"], cache: AttentionCache
     ) -> tuple[Float[Array, "batch tokens hidden"], AttentionCache]:
         """The next tokens of a sequence that is one document; arguments and results as of `DSv4HybridSelfAttention`."""
         check_input(self.cfg, x)
-        check_batch(cache, x)
+        check_cache(cache, x, self.init_cache)
         cfg, x = self.cfg, x.astype(self.cfg.dtype)
         capacity = cache.kv.shape[1]
         position = cache.length + jnp.arange(x.shape[1], dtype=jnp.int32)
@@ -181,7 +183,7 @@ class MQALatentAttention(Switches, nnx.Module):
         else:
             index = range_index(jnp.zeros_like(position), position + 1, capacity)
         o = self._output(self._attend(q, rows, index), x)
-        return o, AttentionCache(cache.length + x.shape[1], rows, index_keys=keys)
+        return o, AttentionCache(cache.length + x.shape[1], rows, index_keys=keys, ratio=LATENT_RATIO)
 
     def explain_fusions(self, x=None) -> dict[str, FusionStatus]:
         """What every fusion of this layer does and why; see `DSv4HybridSelfAttention.explain_fusions`."""

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from dsv4_fusions.config import DSv4Config
+from dsv4_fusions.documents import DocumentBoundaries
 from dsv4_fusions.layers.norms import RMSNorm
 
 
@@ -44,6 +45,11 @@ def recomputed(cfg: DSv4Config, segment: str, fn: Callable[..., Any]) -> Callabl
 def gated(cfg: DSv4Config, o: Array, x: Array, gate_proj: nnx.Linear) -> Array:
     """o times the sigmoid of a projection of x; the remat segment "gated_attn"."""
     return recomputed(cfg, "gated_attn", lambda o, x: o * jax.nn.sigmoid(gate_proj(x)))(o, x)
+
+
+def without_padding(x: Array, boundaries: DocumentBoundaries | None) -> Array:
+    """x with zeros in place of padding, whatever stands there: 0 times NaN would be NaN in outputs and gradients."""
+    return x if boundaries is None else jnp.where(boundaries.is_valid[..., None], x, 0)
 
 
 def check_input(cfg: DSv4Config, x, segment_ids=None, loss_mask=None) -> None:

@@ -168,6 +168,50 @@ def test_what_does_not_fit_the_cache_is_named(kind):
             )
 
 
+@pytest.mark.parametrize(
+    "kind, changes, match",
+    [
+        ((-1,), (0,), "got length, kv of ratio 0, wanted the fields that are not None and the ratio of this layer's, "),
+        ((0,), (-1,), "of ratio -1, wanted .* of ratio 0"),
+        ((4,), (5,), "of ratio 5, wanted .* of ratio 4"),
+        ((4,), (0,), "got length, kv of ratio 0, wanted .*length, kv, compressor, indexer of ratio 4"),
+        (
+            (0, dict(sliding_window=5)),
+            (0, dict(sliding_window=7)),
+            r"cache.kv: got float32\[2, 6, .*wanted float32\[2, 4,",
+        ),
+        ((-2,), (-2, dict(dtype="bfloat16")), r"cache.kv: got bfloat16.*wanted float32"),
+    ],
+    ids=str,
+)
+def test_the_cache_of_another_layer_is_named(kind, changes, match):
+    """Their arrays may have the same shapes and mean something else."""
+
+    def layer(ratio, changes=None):
+        changes = INDEXED | dict(dtype="float32") | (changes or {})
+        return random_layer(small_config(**changes, compress_ratios=(ratio,) * 3))
+
+    mine, other = layer(*kind), layer(*changes)
+    x, _ = make_input(mine.cfg, 2, 3)
+    mine.decode(x, mine.init_cache(2, 12))
+    with pytest.raises(ValueError, match=match):
+        mine.decode(x, other.init_cache(2, 12))
+    with pytest.raises(TypeError, match="cache: got NoneType, wanted an AttentionCache"):
+        mine.decode(x, None)
+
+
+def test_decoder_names_what_is_wrong(model):
+    cache = model.init_cache(2, 140)
+    with pytest.raises(ValueError, match=f"cache: got 2 caches, wanted {len(cache)}"):
+        model.decode(IDS[:, :1], cache[:2])
+    with pytest.raises(TypeError, match="token_ids: got dtype float32, wanted integers"):
+        model.decode(jnp.ones((2, 1)), cache)
+    with pytest.raises(ValueError, match=r"token_ids: got shape \(2,\), wanted \[batch, tokens\]"):
+        model.decode(IDS[:, 0], cache)
+    with pytest.raises(ValueError, match="token_ids: got int64 values from 4294967297"):
+        model(np.full((1, 2), 2**32 + 1, np.int64))
+
+
 def test_twin_decodes_the_same_bits(model, unfused):
     twin, params = linen.Decoder(model.cfg), linen.params_from_nnx(model)
     assert_trees_bitwise_equal(model.init_cache(2, 140), twin.init_cache(2, 140), names=("nnx", "linen"))

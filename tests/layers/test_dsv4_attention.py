@@ -485,6 +485,21 @@ def test_padding_gets_zeros_and_gives_no_gradient():
         assert jnp.all(jnp.isfinite(leaf))
 
 
+@pytest.mark.parametrize("ratio", [-2, -1, 0, 4, 128])
+def test_what_stands_in_padding_does_not_matter(ratio):
+    """Zeros, NaN or infinity: outputs and all gradients keep their bits."""
+    cfg = small_config(
+        **common.INDEXED | dict(gated_attention=True, indexer_loss_coeff=1.0), compress_ratios=(ratio,) * 3
+    )
+    layer, segment_ids = common.random_layer(cfg), jnp.asarray(common.SEGMENTS)
+    x, g = make_input(cfg, *segment_ids.shape)
+    is_padding = (segment_ids == 0)[..., None]
+    filled = [common.quick_run(layer, jnp.where(is_padding, bad, x), g, segment_ids) for bad in (0, jnp.nan, jnp.inf)]
+    assert not np.any(np.asarray(filled[0]["y"], np.float32)[segment_ids == 0])
+    assert_trees_bitwise_equal(filled[0], filled[1])
+    assert_trees_bitwise_equal(filled[0], filled[2])
+
+
 # ---- the index remap
 
 
@@ -527,6 +542,6 @@ def test_empty_inputs(shape, layer_index):
         assert y.shape == pull(y)[1].shape == x.shape
 
 
-def test_a_backend_that_is_not_built_is_refused_at_construction():
-    with pytest.raises(NotImplementedError, match="backend 'batched' has no kernel yet"):
-        make_layer(small_config(sparse_attention_backend="batched"))
+def test_an_unknown_backend_is_refused_at_construction():
+    with pytest.raises(ValueError, match="backend: got 'cudnn', wanted one of 'flat', 'batched', 'xla'"):
+        make_layer(small_config(sparse_attention_backend="cudnn"))
