@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from dsv4_fusions import config
 from dsv4_fusions.config import HCA_RATIO
 from dsv4_fusions.layers import DSv4HybridSelfAttention
 
@@ -86,7 +87,10 @@ def _integer(values, name, default):
 
 def _compress_ratios(values):
     layers = _integer(values, "num_hidden_layers", 43)
-    rates = {_CSA: 4, _HCA: HCA_RATIO} | (values.get("compress_rates") or {})
+    given = values.get("compress_rates")
+    if not isinstance(given, Mapping | None):
+        raise _invalid("compress_rates", given, f"a mapping from {_CSA} and {_HCA} to integers")
+    rates = {_CSA: 4, _HCA: HCA_RATIO, **(given or {})}
     for kind, older in ((_CSA, "compress_rate_csa"), (_HCA, "compress_rate_hca")):
         if values.get(older) is not None:
             rates[kind] = values[older]
@@ -108,17 +112,19 @@ def _compress_ratios(values):
 def _ratio_of_type(kind, rates):
     if kind == _WINDOW:
         return 0
-    if kind not in rates:
+    if kind not in (_CSA, _HCA):  # whatever the rates name besides
         raise _invalid("layer_types", kind, f"one of {_WINDOW}, {_CSA}, {_HCA}")
     wanted = range(HCA_RATIO, HCA_RATIO + 1) if kind == _HCA else range(2, HCA_RATIO)
-    if rates[kind] not in wanted:
-        raise _invalid(f"compress rate of {kind}", rates[kind], f"{wanted.start} to {wanted.stop - 1}")
-    return rates[kind]
+    rate = config._integer(f"compress rate of {kind}", rates[kind])
+    if rate not in wanted:
+        raise _invalid(f"compress rate of {kind}", rate, f"{wanted.start} to {wanted.stop - 1}")
+    return rate
 
 
 def _ratio_of_older(ratio, rates):
     """In transformers 0, 4 and 128 are names of the kinds; other ratios, which it has not, stand for themselves."""
     kinds = {0: _WINDOW, 4: _CSA, HCA_RATIO: _HCA}
+    ratio = config._integer("compress_ratios", ratio)
     if ratio in kinds:
         return _ratio_of_type(kinds[ratio], rates)
     if ratio not in range(2, HCA_RATIO):
@@ -129,7 +135,7 @@ def _ratio_of_older(ratio, rates):
 def _rope(values):
     """Parameters of the layers without and with a compressor, each with "rope_theta", and the rotary channels."""
     head_dim, share = _integer(values, "head_dim", 512), values.get("partial_rotary_factor")
-    rope_dim = int(head_dim * share) if share is not None else _integer(values, "qk_rope_head_dim", head_dim // 8)
+    rope_dim = _integer(values, "qk_rope_head_dim", head_dim // 8) if share is None else _channels(head_dim, share)
     # transformers prefers the older name where both are given.
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
@@ -149,10 +155,23 @@ def _rope(values):
     if kind != "default":
         raise _invalid("rope_type of the layers without a compressor", kind, "'default'")
     shares = [p.get("partial_rotary_factor") for p in (main, compress)] if nested else []
-    widths = {rope_dim if share is None else int(head_dim * share) for share in shares} or {rope_dim}
+    widths = {rope_dim if share is None else _channels(head_dim, share) for share in shares} or {rope_dim}
     if len(widths) > 1:
         raise _invalid("rotary channels of rope_parameters main and compress", sorted(widths), "equal ones")
     return main, compress, widths.pop()
+
+
+def _channels(head_dim, share):
+    if not 0 <= _number("partial_rotary_factor", share) <= 1:
+        raise _invalid("partial_rotary_factor", share, "0 to 1")
+    return int(head_dim * share)
+
+
+def _number(name, value):
+    """A number to compute with: what is only handed on may be quoted, but transformers cannot compute with that."""
+    if isinstance(value, str):
+        raise _invalid(name, value, "a finite number")
+    return config._number(name, value)
 
 
 def _rope_type(parameters):
@@ -173,8 +192,9 @@ def _yarn(parameters):
         attention_factor = _default_attention_factor(parameters)
     if attention_factor != 1:
         raise _invalid("attention_factor", attention_factor, "1.0: DeepSeek-V4's rotation preserves norms")
-    if not parameters.get("truncate", True):
-        raise _invalid("rope_parameters truncate", False, "True: the bounds of YaRN's ramp are whole numbers")
+    truncate = parameters.get("truncate", True)
+    if not truncate:
+        raise _invalid("rope_parameters truncate", truncate, "True: the bounds of YaRN's ramp are whole numbers")
     return {
         "factor": parameters["factor"],
         "original_max_position_embeddings": parameters["original_max_position_embeddings"],
@@ -185,7 +205,10 @@ def _yarn(parameters):
 
 def _default_attention_factor(parameters):
     """The temperature of YaRN (Peng et al. 2023, section 3.4), as transformers fills it in."""
-    factor, mscales = parameters["factor"], (parameters.get("mscale"), parameters.get("mscale_all_dim"))
+    factor, *mscales = (
+        parameters.get(name) and _number(f"rope_parameters {name}", parameters[name])
+        for name in ("factor", "mscale", "mscale_all_dim")
+    )
 
     def temperature(mscale):
         return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
@@ -276,8 +299,9 @@ def load_hf_attention(
       prefix: what the layer's names begin with, such as "model.layers.3.self_attn."; names that do not are ignored.
 
     Raises:
+      TypeError: a name or the prefix that is no string.
       ValueError: weights that are missing, unknown under the prefix, of another shape or not floating point; all of
-        them are listed, and the layer is not touched.
+        them are listed, and the layer is not touched. Or a file that is not what its name says.
       ImportError: a path without the package safetensors.
       OSError: a file that cannot be read.
     """
@@ -310,7 +334,11 @@ def load_hf_attention(
 
 def _readers(state_dict, prefix):
     """By name without the prefix: a function that returns the array, and raises ValueError if it is no weight."""
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix: got {prefix!r}, wanted a string")
     if isinstance(state_dict, Mapping):
+        if odd := [name for name in state_dict if not isinstance(name, str)]:
+            raise TypeError(f"state_dict: got keys {', '.join(map(repr, odd))}, wanted strings")
         named = {name: functools.partial(_to_numpy, value) for name, value in state_dict.items()}
     elif isinstance(state_dict, str | os.PathLike):
         named = {}
@@ -323,18 +351,33 @@ def _readers(state_dict, prefix):
 
 def _files(path, prefix):
     try:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
     except ImportError as error:
         message = f"{path}: reading it needs the package safetensors: pip install safetensors"
         raise ImportError(message) from error
-    paths = [path]
+    paths, index, files = [path], path / "model.safetensors.index.json", []
     if path.is_dir():
-        paths = [path / "model.safetensors"]
-        index = path / "model.safetensors.index.json"
-        if index.exists():
-            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
-            paths = sorted({path / file for name, file in files if name.startswith(prefix)})
-    return [safe_open(path, framework="numpy") for path in paths]
+        paths = [index if index.exists() else path / "model.safetensors"]
+    try:
+        if paths == [index]:
+            path = index
+            weight_map = _weight_map(json.loads(index.read_text(encoding="utf-8")))
+            paths = sorted({index.parent / file for name, file in weight_map.items() if name.startswith(prefix)})
+        for path in paths:
+            files.append(safe_open(path, framework="numpy"))
+    except (ValueError, SafetensorError) as error:  # neither says which file it is about
+        raise ValueError(f"{path}: {error}") from error
+    return files
+
+
+def _weight_map(index):
+    weight_map = index.get("weight_map") if isinstance(index, Mapping) else None
+    if not isinstance(weight_map, Mapping):
+        raise _invalid("weight_map", weight_map, "a mapping from names to files")
+    for name, file in weight_map.items():
+        if not isinstance(file, str):
+            raise _invalid(f"weight_map {name}", file, "the name of a file")
+    return weight_map
 
 
 def _read(file, name):

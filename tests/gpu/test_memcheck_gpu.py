@@ -13,7 +13,7 @@ ERROR = 99  # exit code that memcheck is told to use
 EVERY_KERNEL = """
 import cases, jax, jax.numpy as jnp
 import dsv4_fusions as dsv4
-from dsv4_fusions.ops.inv_rope_postmix import BACKWARDS
+from dsv4_fusions.ops.sparse_attention import sparse_attention
 from dsv4_fusions import dispatch
 names = ["mosaic"] * (dispatch.mosaic_unsupported() is None) + ["triton"]
 names += ["jax_triton"] * (dispatch.jax_triton_unsupported() is None)
@@ -34,6 +34,13 @@ for name in names:
     if name != "mosaic":
         ids = jnp.arange(3 * 7 * 350, dtype=jnp.int32).reshape(3, 7, 350)
         jax.block_until_ready(jax.jit(lambda ids: dsv4.local_to_flat_kv_index(ids, 5, name))(ids))
+if "mosaic" in names:
+    q, kv = jnp.ones((2, 5, 64, 192), jnp.bfloat16), jnp.ones((2, 7, 192), jnp.bfloat16)
+    index = jnp.arange(2 * 5 * 70, dtype=jnp.int32).reshape(2, 5, 70) % 9 - 1
+    index = index.at[0, 0, :3].set(jnp.array([2147480000, 7, -2147483648]))
+    for backend in ("flat", "batched"):
+        attend = lambda *x: sparse_attention(*x, value_dim=128, backend=backend, implementation="mosaic")
+        jax.block_until_ready(jax.jit(attend)(q, kv, index, jnp.zeros(64)))
 print("ran", *names)
 """
 

@@ -12,6 +12,7 @@ from program import gpu_target, kernels
 
 import dsv4_fusions as dsv4
 from dsv4_fusions import dispatch
+from dsv4_fusions import mosaic as mosaic_common
 from dsv4_fusions.ops.inv_rope_postmix import Wanted, mosaic
 from dsv4_fusions.testing import assert_trees_bitwise_equal
 
@@ -189,7 +190,7 @@ def test_rotary_channels_that_start_anywhere():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mapped_axis_of_any_length(kind, monkeypatch):
     """Longer than a launch takes: several launches, with the bits of single calls."""
-    monkeypatch.setattr(mosaic, "_MOST_ENTRIES", 2)
+    monkeypatch.setattr(mosaic_common, "_MOST_ENTRIES", 2)
     m, o, tables, g = operands(cases.Postmix(1, 64, 128, 50, lead=(3,)))
     one = functools.partial(call, kind, m)
     with dispatch.interpret():

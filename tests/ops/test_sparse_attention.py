@@ -20,6 +20,7 @@ from dsv4_fusions.testing import assert_trees_bitwise_equal, count_mismatches
 
 WAYS = {
     "xla": dict(backend="xla"),
+    "batched": dict(backend="batched"),
     "flat": dict(backend="flat"),
     "flat-fused": dict(backend="flat", fuse_kv_index_remap=True),
 }
@@ -653,7 +654,8 @@ def test_refusals():
     refuse(TypeError, "value_dim: got bool, wanted a Python int or None", {"value_dim": True})
     refuse(ValueError, "backend: got 'cudnn', wanted one of 'flat', 'batched', 'xla'", {"backend": "cudnn"})
     refuse(ValueError, "backend: got None", {"backend": None})
-    refuse(NotImplementedError, "batched", {"backend": "batched"})
+    refuse(ValueError, "'mosaic' cannot run here: q and kv are float32 and float32", {"implementation": "mosaic"})
+    refuse(ValueError, "got 'cudnn', wanted None or one of mosaic, xla", {"implementation": "cudnn"})
 
 
 def test_more_rows_than_flat_ids():

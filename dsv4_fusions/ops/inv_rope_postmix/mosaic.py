@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dsv4_fusions import dispatch, numerics, rope
+from dsv4_fusions.mosaic import divmod_, over_few_entries, tiled
 from dsv4_fusions.ops.inv_rope_postmix.tiling import MOSAIC_CHANNELS as CHANNELS
 
 _BLOCK = 64  # channels rotated at a time
@@ -29,7 +29,6 @@ _STAGES = {1: 8, 2: 4}  # tiles in the ring, an even number, by the number of ar
 _OUT_TILES = 2  # of a warpgroup: one is filled while another is written out
 _RUN = 8  # consecutive tiles that a multiprocessor takes, where nothing is summed
 _CHUNK = 32  # tokens of a partial weight gradient. It fixes the reduction tree, so it must not depend on the chip.
-_MOST_ENTRIES = 65_535  # of a mapped axis in one launch
 _LAYOUT = plgpu.Layout.WGMMA
 
 
@@ -87,7 +86,7 @@ class _Call:
             outs.append(jax.ShapeDtypeStruct((2 * self.runs, self.heads, self.heads), jnp.float32))
         weights = [self.m] if self.want_product else []
         tile = lambda *lead: plgpu.SMEM(  # noqa: E731
-            (*lead, self.heads, CHANNELS), self.dtype, transforms=_tiled(self.dtype)
+            (*lead, self.heads, CHANNELS), self.dtype, transforms=tiled(self.dtype)
         )
         scratch = {
             "rings": [tile(self.stages) for _ in self.streams],
@@ -96,7 +95,7 @@ class _Call:
         }
         if self.want_product:
             scratch["out_tiles"] = tile(2, _OUT_TILES)
-            scratch["m_tile"] = plgpu.SMEM((self.heads, self.heads), self.dtype, transforms=_tiled(self.dtype))
+            scratch["m_tile"] = plgpu.SMEM((self.heads, self.heads), self.dtype, transforms=tiled(self.dtype))
             scratch["m_in"] = plgpu.Barrier()
 
         def entry(*refs):
@@ -115,7 +114,7 @@ class _Call:
             kernel_name=("inv_rope_" if self.tables else "") + "vha_postmix" + ("_bwd" if self.backward else ""),
             **({"interpret": plgpu.InterpretGPUParams()} if dispatch.interpreting() else {}),
         )
-        outs = _over_few_entries(kernel)(*weights, *self.tables, *self.streams)
+        outs = over_few_entries(kernel)(*weights, *self.tables, *self.streams)
         # The kernel is traced without its operands' manual axes and gives its outputs none.
         return [dispatch.align_manual_axes(out, self.streams[0])[0] for out in outs]
 
@@ -136,11 +135,11 @@ class _Call:
             first = run * self.run
             return body(run, first, jnp.minimum(self.run, self.items - first), i * self.run, carry)
 
-        return lax.fori_loop(0, _divmod(self.runs - sm + self.grid - 1, self.grid)[0], step, carry)
+        return lax.fori_loop(0, divmod_(self.runs - sm + self.grid - 1, self.grid)[0], step, carry)
 
     def _place(self, item):
         """(token, first channel) of an item."""
-        token, tile = _divmod(item, self.tiles)
+        token, tile = divmod_(item, self.tiles)
         return token, tile * CHANNELS
 
     def _load(self, memory, shared):
@@ -149,7 +148,7 @@ class _Call:
         def load_run(_, first, count, before, total):
             def load_item(i, _):
                 seen = before + i
-                slot = _divmod(seen, self.stages)[1]
+                slot = divmod_(seen, self.stages)[1]
                 pl.when(seen >= self.stages)(lambda: plgpu.barrier_wait(shared.consumed.at[slot]))
                 token, channel = self._place(first + i)
                 for ref, ring in zip(memory.streams, shared.rings, strict=True):
@@ -167,7 +166,7 @@ class _Call:
         total = self._for_each_run(load_run, np.int32(0))
 
         def drain(seen, _):  # every phase of a barrier has to be observed before the kernel ends
-            plgpu.barrier_wait(shared.consumed.at[_divmod(seen, self.stages)[1]])
+            plgpu.barrier_wait(shared.consumed.at[divmod_(seen, self.stages)[1]])
 
         lax.fori_loop(jnp.maximum(total - self.stages, 0), total, drain, None)
         if self.want_product:
@@ -181,14 +180,14 @@ class _Call:
             plgpu.barrier_wait(shared.m_in)
 
         def run_step(run, first, count, before, _):
-            mine = _divmod(before + side, 2)[1]  # this warpgroup takes every other tile that its multiprocessor sees
+            mine = divmod_(before + side, 2)[1]  # this warpgroup takes every other tile that its multiprocessor sees
 
             def item_step(i, sums):
                 i = mine + 2 * i
                 return self._item(memory, shared, side, before + i, *self._place(first + i), sums)
 
             sums = plgpu.layout_cast(jnp.zeros((self.heads, self.heads), jnp.float32), _LAYOUT) if self.want_sums else 0
-            sums = lax.fori_loop(0, _divmod(count - mine + 1, 2)[0], item_step, sums)
+            sums = lax.fori_loop(0, divmod_(count - mine + 1, 2)[0], item_step, sums)
             if self.want_sums:
                 memory.outs[-1][run * 2 + side] = sums
             return 0
@@ -198,7 +197,7 @@ class _Call:
             plgpu.wait_smem_to_gmem(0)
 
     def _item(self, memory, shared, side, seen, token, channel, sums):
-        slot = _divmod(seen, self.stages)[1]
+        slot = divmod_(seen, self.stages)[1]
         tiles = [ring.at[slot] for ring in shared.rings]
         plgpu.barrier_wait(shared.full.at[slot])
         if self.want_sums or not self.backward:
@@ -211,7 +210,7 @@ class _Call:
         plgpu.barrier_arrive(shared.consumed.at[slot])
         if self.want_product:
             plgpu.wait_smem_to_gmem(_OUT_TILES - 1, wait_read_only=True)
-            out = shared.out_tiles.at[side, _divmod(_divmod(seen, 2)[0], _OUT_TILES)[1]]
+            out = shared.out_tiles.at[side, divmod_(divmod_(seen, 2)[0], _OUT_TILES)[1]]
             out[...] = product.astype(self.dtype)
             if self.backward:
                 self._rotate(memory, out, token, channel, transposed=True)
@@ -272,43 +271,6 @@ class _Shared:
     out_tiles: object = None
     m_tile: object = None
     m_in: object = None
-
-
-def _over_few_entries(kernel):
-    """The kernel, with a rule for vmap that holds for any number of entries.
-
-    Its own makes the mapped axis one of the grid's, and all but the first of those stop at 65,535.
-    """
-
-    @custom_vmap
-    def mappable(*operands):
-        return kernel(*operands)
-
-    @mappable.def_vmap
-    def rule(axis_size, mapped, *operands):
-        entries = [x for x, is_mapped in zip(operands, mapped, strict=True) if is_mapped]
-
-        def one(entry):
-            mine = iter(entry)
-            return kernel(*(next(mine) if is_mapped else x for x, is_mapped in zip(operands, mapped, strict=True)))
-
-        if axis_size <= _MOST_ENTRIES:
-            results = jax.vmap(one)(entries)
-        else:
-            results = lax.map(one, entries, batch_size=_MOST_ENTRIES)
-        return results, [True] * len(results)
-
-    return mappable
-
-
-def _tiled(dtype):
-    return (plgpu.TilingTransform((8, 128 // dtype.itemsize)), plgpu.SwizzleTransform(128))
-
-
-def _divmod(a, n):
-    """For a >= 0."""
-    n = np.int32(n)  # a Python int would be int64 under jax_enable_x64
-    return lax.div(a, n), lax.rem(a, n)
 
 
 def _dot(a, b):

@@ -1,5 +1,9 @@
 """Attention of every query to the key/value rows that an index table names, with a learned sink."""
 
+from functools import partial
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -8,17 +12,20 @@ from jaxtyping import Array, Float, Int, Int32
 from dsv4_fusions import dispatch
 from dsv4_fusions.ops import kv_index_remap
 from dsv4_fusions.ops.kv_index_remap.reference import local_to_flat
+from dsv4_fusions.ops.sparse_attention.padding import pad_heads
 from dsv4_fusions.ops.sparse_attention.reference import attend
+from dsv4_fusions.ops.sparse_attention.slots import Slots
 
 BACKENDS = ("flat", "batched", "xla")
 
+MOST_CHANNELS = 576
+"""Channels of a row of which the kernel keeps a query and its ring of tiles in shared memory."""
+
 
 def check_backend(backend: str) -> None:
-    """Raises unless `backend` names one that is built."""
+    """Raises unless `backend` is the name of one."""
     if backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}, wanted one of {', '.join(map(repr, BACKENDS))}")
-    if backend == "batched":
-        raise NotImplementedError("backend 'batched' has no kernel yet; use 'flat' or 'xla'")
 
 
 def sparse_attention(
@@ -36,9 +43,10 @@ def sparse_attention(
 ) -> Float[Array, "batch tokens heads value_dim"]:
     """Multi-query attention over the listed rows only; a row is a key, and its leading channels are the value.
 
-    A query whose slots are all empty gets zeros. Arithmetic is f32 whatever the dtypes; memory grows with the inputs
-    and a block of queries, not with tokens * topk * head_dim. All backends give the same bits on the same device as
-    long as they share the reference implementation.
+    A query whose slots are all empty gets zeros. Scores and sums are f32 whatever the dtypes. The reference multiplies
+    in f32 too; the kernel rounds the weights exp(score - maximum) to the operands' dtype for the second product. Memory
+    grows with the inputs and a block of queries, not with tokens * topk * head_dim. "flat" and "batched" give the same
+    bits on the same device, and so does "xla" where the others run the reference. Gradients are the reference's.
 
     Args:
       q: queries.
@@ -48,19 +56,21 @@ def sparse_attention(
       scale: factor of the scores, head_dim ** -0.5 if None.
       value_dim: channels of the values, the leading ones of each row; None for all. Absorbed latent attention has keys
         of 576 channels, 512 of them the value.
-      backend: "flat" consumes flat row ids (rows of all batch entries numbered through), "xla" local ones.
+      backend: "flat" consumes flat row ids (rows of all batch entries numbered through), "batched" local ones, to which
+        its kernel adds where the batch entry's rows begin; "xla" is the reference, on local ids.
       topk_length: slots at or beyond this count are not read.
       fuse_kv_index_remap: with "flat", number the rows through by the fused op instead of step by step. Changes no bit.
-      implementation: that of the fused remap.
+      implementation: "mosaic", the kernel, runs on compute capability 9.0, with q and kv of one 16-bit type, rows of a
+        multiple of 64 channels up to 576 and values of a multiple of 128, for "flat" and "batched"; "xla" is the
+        reference; None picks the first of them that can serve.
 
     Returns:
       Output in q's dtype.
 
     Raises:
-      ValueError: shapes that do not fit together, a value_dim outside 1 to head_dim, an unknown backend, or too many
-        rows for flat int32 ids.
+      ValueError: shapes that do not fit together, a value_dim outside 1 to head_dim, an unknown backend, too many
+        rows for flat int32 ids, or an implementation that cannot serve the call.
       TypeError: ids, lengths or a value_dim that are not integers, operands that are not floating point.
-      NotImplementedError: backend "batched", which has no code yet.
 
     Source: DeepSeek-V4's sparse attention, as in Megatron-LM and PaddleFleet.
     """
@@ -70,24 +80,110 @@ def sparse_attention(
     if backend == "flat" and batch * kv_len >= 2**31:
         raise ValueError(f"kv: got {batch} x {kv_len} rows, wanted fewer than 2**31 for flat int32 ids")
     value_dim = head_dim if value_dim is None else int(value_dim)
+    implementation = attention_implementation(
+        q.dtype, kv.dtype, head_dim, value_dim, batch * kv_len, backend=backend, implementation=implementation
+    )
     if 0 in (*q.shape, kv_len, topk):
         return jnp.zeros_like(q, shape=(batch, tokens, heads, value_dim))
     scale = head_dim**-0.5 if scale is None else scale
 
     # Before the remap, which would turn an id past kv_len into a row of the next batch entry.
     ids = _empty_as_minus_one(index, kv_len, topk_length)
-    # f32 rows, so that their gradient's sum over blocks is f32 too.
-    rows, sink = jnp.asarray(kv, jnp.float32), jnp.asarray(sink, jnp.float32)
-    q, rows, ids, sink = dispatch.align_manual_axes(jnp.asarray(q), rows, ids, sink)
-    if backend == "xla":
-        return lax.map(lambda entry: attend(*entry, sink, scale, value_dim), (q, rows, ids))
-    if fuse_kv_index_remap:
-        flat = kv_index_remap.local_to_flat_kv_index(ids, kv_len, implementation=implementation)
+    sink = jnp.asarray(sink, jnp.float32)
+    q, kv, ids, sink = dispatch.align_manual_axes(jnp.asarray(q), jnp.asarray(kv), ids, sink)
+    if backend == "flat":
+        remap = kv_index_remap.local_to_flat_kv_index if fuse_kv_index_remap else local_to_flat
+        slots = Slots(remap(ids, kv_len), _per_query(topk_length), batch * tokens, batch * kv_len)
     else:
-        flat = local_to_flat(ids, kv_len)
-    rows = rows.reshape(batch * kv_len, head_dim)
-    # Blocks that end where batch entries do add in the same order as "xla".
-    return lax.map(lambda entry: attend(entry[0], rows, entry[1], sink, scale, value_dim), (q, flat.reshape(ids.shape)))
+        slots = Slots(ids.reshape(batch * tokens, topk), _per_query(topk_length), tokens, kv_len)
+    how = _How(scale, value_dim, implementation, batch)
+    return _attend(how, q, kv, slots, sink)
+
+
+def attention_implementation(
+    q_dtype, kv_dtype, head_dim: int, value_dim: int, rows: int, *, backend: str, implementation: str | None = None
+) -> str:
+    """The implementation that serves a call of `sparse_attention`.
+
+    Args:
+      q_dtype, kv_dtype: of queries and rows.
+      head_dim, value_dim: channels of keys and values.
+      rows: of all batch entries.
+      backend: name of the backend.
+      implementation: a name, or None for the first that can serve.
+
+    Returns:
+      "mosaic" or "xla".
+
+    Raises:
+      ValueError: an unknown name, or a named implementation that cannot serve.
+    """
+    unsupported = {"mosaic": _mosaic_unsupported(q_dtype, kv_dtype, head_dim, value_dim, rows, backend), "xla": None}
+    return dispatch.choose(implementation, unsupported)
+
+
+def _mosaic_unsupported(q_dtype, kv_dtype, head_dim, value_dim, rows, backend):
+    if backend == "xla":
+        return "backend 'xla' is the reference"
+    if jnp.dtype(q_dtype) != jnp.dtype(kv_dtype) or jnp.dtype(q_dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"q and kv are {jnp.dtype(q_dtype)} and {jnp.dtype(kv_dtype)}, and it needs bfloat16 or float16 for both"
+    if head_dim % 64 or not 64 <= head_dim <= MOST_CHANNELS or value_dim % 128:
+        wanted = f"a multiple of 64 up to {MOST_CHANNELS}, with values of a multiple of 128"
+        return f"rows have {head_dim} channels and values {value_dim}, and it needs {wanted}"
+    if rows >= 2**31:
+        return f"there are {rows} rows, and it numbers them in int32"
+    return dispatch.mosaic_unsupported()
+
+
+class _How(NamedTuple):
+    """What is static about a call."""
+
+    scale: float
+    value_dim: int
+    implementation: str
+    batch: int
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(how, q, kv, slots, sink):
+    if how.implementation == "xla":
+        return _reference(how, slots, q, kv, sink)
+    from dsv4_fusions.ops.sparse_attention import mosaic
+
+    batch, tokens, heads, head_dim = q.shape
+    q, sink = pad_heads(q.reshape(batch * tokens, heads, head_dim), sink, mosaic.HEADS)
+    rows = kv.reshape(-1, head_dim)
+    out, _ = mosaic.forward(q, rows, slots, sink, scale=how.scale, value_dim=how.value_dim)
+    return out[:, :heads].reshape(batch, tokens, heads, how.value_dim)
+
+
+def _attend_fwd(how, q, kv, slots, sink):
+    return _attend(how, q, kv, slots, sink), (q, kv, slots, sink)
+
+
+def _attend_bwd(how, saved, cotangent):
+    q, kv, slots, sink = saved
+    _, transpose = jax.vjp(partial(_reference, how, slots), q, kv, sink)
+    dq, dkv, d_sink = transpose(cotangent)
+    return dq, dkv, None, d_sink
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _reference(how, slots, q, kv, sink):
+    batch, tokens = q.shape[:2]
+    # f32 rows, so that their gradient's sum over blocks is f32 too.
+    rows, ids = kv.astype(jnp.float32), slots.ids.reshape(batch, tokens, -1)
+    # Blocks that end where batch entries do add in the same order whether the table is flat or not.
+    if slots.rows_per_entry == kv.shape[1]:
+        return lax.map(lambda entry: attend(*entry, sink, how.scale, how.value_dim), (q, rows, ids))
+    rows = rows.reshape(-1, rows.shape[-1])
+    return lax.map(lambda entry: attend(entry[0], rows, entry[1], sink, how.scale, how.value_dim), (q, ids))
+
+
+def _per_query(topk_length):
+    return None if topk_length is None else jnp.clip(topk_length, 0, 2**31 - 1).astype(jnp.int32).reshape(-1)
 
 
 def _empty_as_minus_one(index, kv_len, topk_length) -> Int32[Array, "batch tokens topk"]:

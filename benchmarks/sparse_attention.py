@@ -1,0 +1,91 @@
+"""Time of the sparse attention's forward: the kernel beside XLA's gather and einsum, in one process.
+
+    python benchmarks/sparse_attention.py --csv sparse_attention.csv
+
+Device times (CUPTI), medians. Useful work is two products of heads x slots x channels a query, at 2 operations each;
+every slot holds a random row. Before anything is timed, both are compared with the f32 reference on some queries.
+"""
+
+import argparse
+import csv
+import statistics
+from datetime import date
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic.gpu import profiler
+
+from dsv4_fusions.ops.sparse_attention import sparse_attention
+
+CASES = {  # tokens, heads, head_dim, value_dim, topk, rows
+    "V4-Flash, HCA at 64K on 4 ranks": (16384, 64, 512, 512, 640, 17024),
+    "V4-Flash, CSA-like": (16384, 64, 512, 512, 2176, 66048),
+    "absorbed latent": (16384, 64, 576, 512, 640, 16384),
+}
+CHECKED = 256  # queries
+BLOCK = 256  # queries whose rows XLA gathers at a time: all at once would take tokens * topk * channels
+
+
+def gather_and_einsum(q, kv, index, sink, *, scale, value_dim):
+    """What one would write: rows gathered, bf16 products with f32 sums."""
+
+    def block(q, ids):
+        rows = kv[ids]
+        scores = scale * jnp.einsum("thd,tkd->thk", q, rows, preferred_element_type=jnp.float32)
+        peak = jnp.maximum(scores.max(-1), sink)
+        p = jnp.exp(scores - peak[..., None])
+        total = p.sum(-1) + jnp.exp(sink - peak)
+        out = jnp.einsum("thk,tkd->thd", p.astype(q.dtype), rows[..., :value_dim], preferred_element_type=jnp.float32)
+        return (out / total[..., None]).astype(q.dtype)
+
+    blocks = lambda x: x.reshape(-1, BLOCK, *x.shape[1:])  # noqa: E731
+    return lax.map(lambda args: block(*args), (blocks(q), blocks(index))).reshape(*q.shape[:2], value_dim)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--csv")
+    args = parser.parse_args()
+    rows = []
+    for name, (tokens, heads, head_dim, value_dim, topk, kv_len) in CASES.items():
+        keys = jax.random.split(jax.random.key(0), 4)
+        q = jax.random.normal(keys[0], (tokens, heads, head_dim), jnp.bfloat16)
+        kv = jax.random.normal(keys[1], (kv_len, head_dim), jnp.bfloat16)
+        index = jax.random.randint(keys[2], (tokens, topk), 0, kv_len, jnp.int32)
+        sink = jax.random.normal(keys[3], (heads,))
+        how = dict(scale=head_dim**-0.5, value_dim=value_dim)
+
+        def ours(q, kv, index, sink, how=how, **kwargs):
+            return sparse_attention(q[None], kv[None], index[None], sink, **how, **kwargs)[0]
+
+        versions = {
+            "mosaic": jax.jit(partial(ours, implementation="mosaic")),
+            "xla gather and einsum": jax.jit(partial(gather_and_einsum, **how)),
+        }
+        some = slice(0, tokens, tokens // CHECKED)
+        wanted = ours(q[some], kv, index[some], sink, implementation="xla").astype(jnp.float32)
+        for version, run in versions.items():
+            got = run(q, kv, index, sink)[some].astype(jnp.float32)
+            error = float(jnp.linalg.norm(got - wanted) / jnp.linalg.norm(wanted))
+            if not error < 5e-3:
+                raise SystemExit(f"{name}, {version}: relative error {error}")
+            ms = statistics.median(profiler.measure(run, iterations=args.repeats)(q, kv, index, sink)[1])
+            tflops = 2 * tokens * heads * topk * (head_dim + value_dim) / ms / 1e9
+            shape = dict(tokens=tokens, heads=heads, head_dim=head_dim, value_dim=value_dim, topk=topk, rows=kv_len)
+            row = {"case": name, "version": version, **shape, "dtype": "bfloat16", "ms_p50": f"{ms:.4g}"}
+            row |= {"tflops": f"{tflops:.4g}", "relative_error": f"{error:.3g}"}
+            row |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "date": date.today().isoformat()}
+            rows.append(row)
+            print(*(f"{key}={value}" for key, value in row.items()), flush=True)
+    if args.csv:
+        with open(args.csv, "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

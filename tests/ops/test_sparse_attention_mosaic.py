@@ -1,0 +1,164 @@
+"""The Mosaic kernel of sparse attention: in JAX's simulator against the reference, and its lowering for Hopper."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from program import gpu_target, kernel_names
+
+from dsv4_fusions import dispatch
+from dsv4_fusions.ops import sparse_attention as op
+from dsv4_fusions.ops.sparse_attention import sparse_attention
+from dsv4_fusions.testing import assert_trees_bitwise_equal
+
+# JAX has no public name for the races that its simulator finds.
+simulator = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call", exc_type=ImportError)
+
+
+def operands(batch=1, tokens=3, heads=64, head_dim=128, kv_len=150, topk=100, dtype=jnp.bfloat16, seed=0):
+    """Queries, rows, ids with holes and duplicates, sinks."""
+    rng = np.random.default_rng(seed)
+    q, kv = rng.standard_normal((batch, tokens, heads, head_dim)), rng.standard_normal((batch, kv_len, head_dim))
+    index = rng.integers(-kv_len // 2, kv_len, (batch, tokens, topk), dtype=np.int32)
+    return jnp.asarray(q, dtype), jnp.asarray(kv, dtype), jnp.asarray(index), jnp.asarray(rng.standard_normal(heads))
+
+
+def in_simulator(*args, races=False, **kwargs):
+    simulator.reset_gpu_interpret_mode_state()
+    with dispatch.interpret():
+        out = jax.block_until_ready(jax.jit(partial(sparse_attention, implementation="mosaic", **kwargs))(*args))
+    simulator.reset_gpu_interpret_mode_state()
+    return out
+
+
+def assert_close(out, args, **kwargs):
+    """The kernel rounds the weights of the sum to bf16: as much again as the rounding of the result."""
+    wanted = np.asarray(sparse_attention(*args, implementation="xla", **kwargs), np.float32)
+    out = np.asarray(out, np.float32)
+    assert np.all(np.isfinite(out))
+    assert np.linalg.norm(out - wanted) <= 3e-3 * np.linalg.norm(wanted)
+    np.testing.assert_allclose(out, wanted, atol=0.02 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(),
+        dict(tokens=1, topk=1, kv_len=1),
+        dict(topk=64),
+        dict(topk=129, tokens=5),  # three blocks, one slot in the last
+        dict(head_dim=192, value_dim=128, scale=0.1),  # channels that keys alone have
+        dict(heads=128, tokens=2),
+        dict(heads=5, tokens=2),
+        dict(dtype=jnp.float16),
+    ],
+    ids=str,
+)
+def test_it_is_the_reference(case):
+    kwargs = {name: case[name] for name in ("value_dim", "scale") if name in case}
+    args = operands(**{name: value for name, value in case.items() if name not in kwargs})
+    assert_close(in_simulator(*args, **kwargs), args, **kwargs)
+
+
+def test_flat_and_batched_are_the_same_bits():
+    """With lengths of none, of a part of a block, of whole ones and of more than there is."""
+    args, length = operands(batch=2), jnp.array([[100, 0, 7], [64, 65, 1000]])
+    flat = in_simulator(*args, backend="flat", topk_length=length, fuse_kv_index_remap=True)
+    assert_trees_bitwise_equal(flat, in_simulator(*args, backend="batched", topk_length=length))
+    assert_close(flat, args, topk_length=length)
+    assert not np.any(flat[0, 1])
+
+
+@pytest.mark.parametrize("sink", [-np.inf, -1e4, 1e4])
+def test_sinks_and_queries_without_rows(sink):
+    q, kv, index, _ = operands()
+    args = q, kv, index.at[0, 1].set(-1), jnp.full(64, sink)
+    out = in_simulator(*args)
+    assert not np.any(out[0, 1]) and np.all(np.isfinite(np.asarray(out, np.float32)))
+    assert not np.any(out) if sink > 0 else np.any(out[0, 0])
+    if sink < 0:
+        assert_close(out, args)
+
+
+def test_rows_that_no_slot_names_are_not_read():
+    """Neither those at the clamped ends nor those that a wrong id would lead to, in either backend."""
+    q, kv, index, sink = operands(batch=2, kv_len=70)
+    index = jnp.where((index >= 10) & (index < 60), index, -1)
+    bad = jnp.array([-1, -2, 70, 71, 139, 140, 2147480000, 2**31 - 1, -(2**31)], jnp.int32)
+    poisoned = kv.at[:, :10].set(jnp.nan).at[:, 60:].set(jnp.nan)
+    wanted = sparse_attention(q, kv, index, sink, implementation="xla")
+    for backend in ("flat", "batched"):
+        out = in_simulator(q, poisoned, index.at[..., 5 : 5 + len(bad)].set(bad), sink, backend=backend)
+        cut = sparse_attention(q, kv, index.at[..., 5 : 5 + len(bad)].set(-1), sink, implementation="xla")
+        assert np.linalg.norm(np.float32(out) - np.float32(cut)) <= 3e-3 * np.linalg.norm(np.float32(wanted))
+
+
+def test_no_races():
+    """Several items on a multiprocessor, of several blocks each and of none."""
+    args = operands(tokens=5, topk=130)
+    simulator.reset_gpu_interpret_mode_state()
+    with dispatch.interpret():
+        run = jax.jit(partial(sparse_attention, implementation="mosaic", topk_length=jnp.array([[130, 0, 64, 1, 130]])))
+        jax.block_until_ready(run(*args))
+    assert not simulator.get_races().races_found
+    simulator.reset_gpu_interpret_mode_state()
+
+
+def test_a_mapped_axis():
+    """vmap over queries, rows and ids: the bits of single calls."""
+    q, kv, index, sink = operands(batch=2, tokens=2, topk=20)
+    single = [in_simulator(q[i, None], kv[i, None], index[i, None], sink) for i in range(2)]
+    simulator.reset_gpu_interpret_mode_state()
+    with dispatch.interpret():
+        attend = lambda q, kv, index: sparse_attention(q[None], kv[None], index[None], sink, implementation="mosaic")  # noqa: E731
+        mapped = jax.block_until_ready(jax.jit(jax.vmap(attend))(q, kv, index))
+    simulator.reset_gpu_interpret_mode_state()
+    assert_trees_bitwise_equal(mapped, jnp.stack(single))
+
+
+@pytest.mark.lowering
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize(
+    "heads, head_dim, value_dim, topk, with_length",
+    [(64, 512, 512, 640, False), (128, 576, 512, 2176, True), (16, 64, 128, 1, False), (64, 128, 128, 100, True)],
+)
+def test_lowers_for_hopper(heads, head_dim, value_dim, topk, with_length, x64):
+    if head_dim < value_dim:
+        head_dim = value_dim
+    shape = jax.ShapeDtypeStruct
+    with jax.enable_x64(x64), gpu_target("NVIDIA H200"):
+        args = [shape((2, 96, heads, head_dim), jnp.bfloat16), shape((2, 200, head_dim), jnp.bfloat16)]
+        args += [shape((2, 96, topk), jnp.int32), shape((heads,), jnp.float32)]
+        length = [shape((2, 96), jnp.int32)] * with_length
+        run = jax.jit(
+            lambda q, kv, index, sink, *length: sparse_attention(
+                q, kv, index, sink, value_dim=value_dim, topk_length=length[0] if length else None
+            )
+        )
+        traced = run.trace(*args, *length)
+        assert kernel_names(traced.jaxpr) == ["sparse_attention"]
+        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        (dict(kv_dtype=jnp.float32), "needs bfloat16 or float16 for both"),
+        (dict(head_dim=96), "rows have 96 channels"),
+        (dict(head_dim=640, value_dim=512), "rows have 640 channels"),
+        (dict(value_dim=64), "values 64"),
+        (dict(rows=2**31), "numbers them in int32"),
+        (dict(backend="xla"), "backend 'xla' is the reference"),
+        (dict(), "it needs an NVIDIA GPU"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_the_kernel_does_not_serve_takes_the_reference(changes, reason, faked_target):
+    call = dict(q_dtype=jnp.bfloat16, kv_dtype=jnp.bfloat16, head_dim=512, value_dim=512, rows=1000, backend="flat")
+    faked_target("gpu", (9, 0)) if changes else faked_target("cpu", None)
+    call |= changes
+    assert op.attention_implementation(**call, implementation=None) == "xla"
+    with pytest.raises(ValueError, match=f"'mosaic' cannot run here: .*{reason}"):
+        op.attention_implementation(**call, implementation="mosaic")
