@@ -149,8 +149,10 @@ def _positive(text: str) -> int:
         value = int(text)
     except ValueError:
         value = 0
-    if not 1 <= value < 2**31:  # JAX's shapes end at 64 bits, and its message about larger ones names no argument
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted an integer of 1 or more, and less than 2^31")
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted an integer of 1 or more")
+    if value >= 2**31:  # JAX's shapes end at 64 bits, and its message about larger ones names no argument
+        raise argparse.ArgumentTypeError(f"got {value}, wanted less than 2^31")
     return value
 
 
@@ -460,6 +462,9 @@ def _prepare_verify(args):
 
     cfg, config = load_yaml(args.config)
     batch, tokens = args.batch or config.batch_size, args.tokens or config.sequence_length
+    for name, size in (("--batch", batch), ("--tokens", tokens)):  # the configuration's are checked nowhere else
+        if size >= 2**31:
+            raise ValueError(f"{name}: got {size}, wanted less than 2^31")
     kinds = verify.build_layers(cfg, batch, tokens, args.layer)
 
     def run():

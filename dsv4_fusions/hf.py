@@ -206,7 +206,7 @@ def _yarn(parameters):
 def _default_attention_factor(parameters):
     """The temperature of YaRN (Peng et al. 2023, section 3.4), as transformers fills it in."""
     factor, *mscales = (
-        parameters.get(name) and _number(f"rope_parameters {name}", parameters[name])
+        None if parameters.get(name) is None else _number(f"rope_parameters {name}", parameters[name])
         for name in ("factor", "mscale", "mscale_all_dim")
     )
 
@@ -355,14 +355,14 @@ def _files(path, prefix):
     except ImportError as error:
         message = f"{path}: reading it needs the package safetensors: pip install safetensors"
         raise ImportError(message) from error
-    paths, index, files = [path], path / "model.safetensors.index.json", []
-    if path.is_dir():
-        paths = [index if index.exists() else path / "model.safetensors"]
+    folder, paths, files = path, [path], []
     try:
-        if paths == [index]:
-            path = index
-            weight_map = _weight_map(json.loads(index.read_text(encoding="utf-8")))
-            paths = sorted({index.parent / file for name, file in weight_map.items() if name.startswith(prefix)})
+        if folder.is_dir():
+            paths = [folder / "model.safetensors"]
+            path = folder / "model.safetensors.index.json"
+            if path.exists():
+                weight_map = _weight_map(json.loads(path.read_text(encoding="utf-8")))
+                paths = sorted({folder / file for name, file in weight_map.items() if name.startswith(prefix)})
         for path in paths:
             files.append(safe_open(path, framework="numpy"))
     except (ValueError, SafetensorError) as error:  # neither says which file it is about

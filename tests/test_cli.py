@@ -175,6 +175,8 @@ def test_generate_continues_the_prompt(unbroken_folder, capfdbinary):
     samples = [text("--temperature", "2", "--bytes", "12", "--seed", seed) for seed in ("1", "1", "2")]
     assert samples[0] == samples[1] != samples[2]
     assert len(text("--bytes", "40")) == 9 + 40 + 1  # beyond the window
+    assert text("--bytes", "3", "--seed", str(2**63 - 1)) == text("--bytes", "3", "--seed", str(2**63 - 1))
+    assert text("--prompt", "a\udcff", "--bytes", "3").startswith(b"a\xff")  # what Python makes of a byte 255
 
 
 def test_generate_names_what_is_wrong(unbroken_folder, write_config, fails, tmp_path):
@@ -186,6 +188,8 @@ def test_generate_names_what_is_wrong(unbroken_folder, write_config, fails, tmp_
     assert "prompt: got nothing" in fails("generate", config, "--checkpoint", run, "--prompt", "")
     assert "temperature: got -1" in fails(*command(config, "--checkpoint", run), "--temperature", "-1")
     assert "--bytes: got '0'" in fails(*command(config, "--checkpoint", run), "--bytes", "0")
+    for seed in (2**63, 10**30, -(2**63) - 1):
+        assert f"seed: got {seed}, wanted" in fails(*command(config, "--checkpoint", run), "--seed", str(seed))
 
 
 @pytest.mark.parametrize("what", ["losses", "embedding"])
@@ -530,6 +534,57 @@ def test_impossible_arguments(write_config, text_file, fails):
     assert "vocab_size: got 100" in fails("train", write_config(vocab_size=100))
     assert "invalid choice: 'prove'" in fails("prove")
     assert "CONFIG" in fails("train")
+
+
+@pytest.mark.parametrize("value", [2**31, 10**20])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("train", "c.yaml", "--steps"),
+        ("train", "c.yaml", "--checkpoint-every"),
+        ("generate", "c.yaml", "--checkpoint", "run", "--prompt", "a", "--bytes"),
+        ("verify", "c.yaml", "--batch"),
+        ("verify", "c.yaml", "--tokens"),
+        ("bench", "c.yaml", "--tokens"),
+        ("bench", "c.yaml", "--repeats"),
+    ],
+    ids=lambda argv: f"{argv[0]}{argv[-1]}",
+)
+def test_sizes_beyond_32_bits(fails, argv, value):
+    assert f"{argv[-1]}: got {value}, wanted less than 2^31" in fails(*argv, str(value))
+
+
+@pytest.mark.parametrize(
+    "argv, name",
+    [
+        (("train", ""), "CONFIG"),
+        (("generate", "", "--checkpoint", "run", "--prompt", "a"), "CONFIG"),
+        (("verify", ""), "CONFIG"),
+        (("bench", ""), "CONFIG"),
+        (("generate", "c.yaml", "--prompt", "a", "--checkpoint", ""), "--checkpoint"),
+        *(
+            ((*argv, option, ""), option)
+            for argv, options in (
+                (("train", "c.yaml"), ("--text", "--checkpoint-dir", "--metrics", "--plot")),
+                (("bench", "c.yaml"), ("--csv", "--plot")),
+            )
+            for option in options
+        ),
+    ],
+    ids=lambda value: f"{value[0]}{value[-2]}" if isinstance(value, tuple) else "",
+)
+def test_an_empty_path_is_named(fails, argv, name):
+    assert f"argument {name}: got '', wanted a path" in fails(*argv)
+
+
+@pytest.mark.parametrize("changes, option", [({"batch_size": 2**31}, "--batch"), ({"tokens": 10**20}, "--tokens")])
+def test_verify_names_sizes_of_the_configuration(fails, write_config, changes, option):
+    (size,) = changes.values()
+    assert f"{option}: got {size}, wanted less than 2^31" in fails("verify", write_config(**changes))
+
+
+def test_the_largest_size_is_taken():
+    assert cli._positive(str(2**31 - 1)) == 2**31 - 1
 
 
 def test_runs_as_a_module():

@@ -177,19 +177,37 @@ def test_rotation(changes, field, value):
         (dict(compress_ratios=[1] * 43), "compress_ratios: got 1, wanted 0, or 2 to 128"),
         (dict(compress_ratios=[-1] * 43), "compress_ratios: got -1"),
         (dict(compress_ratios=["4"] * 43), "compress_ratios: got '4'"),
+        (dict(compress_ratios=[[4]] * 43), r"compress_ratios: got \[4\], wanted an integer"),
+        (dict(compress_ratios=[False] * 43), "compress_ratios: got False, wanted an integer"),
+        (dict(compress_ratios=[4.0] * 43), "compress_ratios: got 4.0, wanted an integer"),
         (dict(layer_types=["full_attention"] * 43), "layer_types: got 'full_attention', wanted one of sliding_att"),
+        (dict(layer_types=[[CSA]] * 43), r"layer_types: got \['compressed_sparse_attention'\], wanted one of"),
+        (dict(layer_types=["foo"] * 43, compress_rates={"foo": 7}), "layer_types: got 'foo', wanted one of"),
         (dict(layer_types=[WINDOW] * 42), "layer_types: got .* num_hidden_layers = 43"),
         (dict(compress_rate_hca=64), "heavily_compressed_attention: got 64, wanted 128"),
         (dict(compress_rates={CSA: 128}), "compressed_sparse_attention: got 128, wanted 2 to 127"),
+        (dict(compress_rates={CSA: [4]}), r"compressed_sparse_attention: got \[4\], wanted an integer"),
+        (dict(compress_rate_csa=4.0), "compressed_sparse_attention: got 4.0, wanted an integer"),
+        *((dict(compress_rates=x), "compress_rates: got .*, wanted a mapping") for x in ([4, 128], "4", 4, [], False)),
+        (dict(partial_rotary_factor="0.125"), "partial_rotary_factor: got '0.125', wanted a finite number"),
+        (dict(partial_rotary_factor=[0.1]), r"partial_rotary_factor: got \[0.1\]"),
+        (dict(partial_rotary_factor=float("nan")), "partial_rotary_factor: got nan"),
+        (dict(partial_rotary_factor=1e308), r"partial_rotary_factor: got 1e\+308, wanted 0 to 1"),
+        (nested(partial_rotary_factor="0.125"), "partial_rotary_factor: got '0.125'"),
         (with_yarn(type="linear"), "rope_type of the layers with a compressor: got 'linear'"),
         (with_yarn(factor=None), "factor: got None"),
         (with_yarn(original_max_position_embeddings=None), "original_max_position_embeddings: got None"),
         (with_yarn(attention_factor=1.2), "attention_factor: got 1.2, wanted 1.0"),
         (with_yarn(truncate=False), "truncate: got False"),
+        (with_yarn(truncate=None), "truncate: got None, wanted True"),
         (dict(rope_scaling="yarn"), "rope_parameters: got 'yarn', wanted a mapping"),
         # Not given, it is not 1 but YaRN's own: 0.1 ln 16 + 1.
         (nested(attention_factor=None), "attention_factor: got 1.277"),
         (nested(attention_factor=None, mscale=0.7, mscale_all_dim=0.3), "attention_factor: got 1.10"),
+        (nested(attention_factor=None, factor="16"), "rope_parameters factor: got '16', wanted a finite number"),
+        (nested(attention_factor=None, factor=[]), r"rope_parameters factor: got \[\]"),
+        (nested(attention_factor=None, mscale="0.7"), "rope_parameters mscale: got '0.7'"),
+        (nested(attention_factor=None, mscale=0.7, mscale_all_dim="0.7"), "rope_parameters mscale_all_dim: got '0.7'"),
         (nested(main=dict(rope_type="yarn")), "without a compressor: got 'yarn', wanted 'default'"),
         (nested(partial_rotary_factor=0.25), r"rotary channels .* got \[64, 128\], wanted equal ones"),
         (dict(rope_scaling=None, rope_parameters=dict(main={})), "rope_parameters: got .* wanted both"),
@@ -354,6 +372,50 @@ def test_load_from_safetensors(layer, weights, tmp_path):
         layer.core_attention.sink[...] = jnp.zeros(4)
         load_hf_attention(layer, str(tmp_path), prefix=PREFIX)
         assert_holds(layer, weights)
+
+
+@pytest.mark.parametrize(
+    "state_dict, prefix, message",
+    [
+        ({3: np.ones(1), "a": np.ones(1)}, "", "state_dict: got keys 3, wanted strings"),
+        ({}, None, "prefix: got None, wanted a string"),
+        ("model.safetensors", b"model.", "prefix: got b'model.', wanted a string"),
+    ],
+)
+def test_names_are_strings(layer, state_dict, prefix, message):
+    with pytest.raises(TypeError, match=message):
+        load_hf_attention(layer, state_dict, prefix=prefix)
+
+
+@pytest.mark.parametrize(
+    "file, content, message",
+    [
+        ("model.safetensors", "no weights", "header"),
+        ("model.safetensors", "", "header"),
+        ("model.safetensors.index.json", "{}", "weight_map: got None, wanted a mapping from names to files"),
+        ("model.safetensors.index.json", "[]", "weight_map: got None"),
+        ("model.safetensors.index.json", '{"weight_map": []}', r"weight_map: got \[\]"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 3}}', "weight_map a: got 3, wanted the name of a file"),
+        ("model.safetensors.index.json", "{", "Expecting property name"),
+        ("model.safetensors.index.json", "\xff", "codec can't decode"),
+    ],
+)
+def test_broken_files_are_named(layer, tmp_path, file, content, message):
+    pytest.importorskip("safetensors")
+    path = tmp_path / file
+    path.write_bytes(content.encode("latin1"))
+    with pytest.raises(ValueError, match=f"^{path}: .*{message}"):
+        load_hf_attention(layer, tmp_path)
+
+
+def test_a_broken_part_is_named(layer, tmp_path):
+    pytest.importorskip("safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"sinks": "a.safetensors"}}')
+    with pytest.raises(FileNotFoundError, match="a.safetensors"):
+        load_hf_attention(layer, tmp_path)
+    (tmp_path / "a.safetensors").write_text("no weights")
+    with pytest.raises(ValueError, match=f"^{tmp_path}/a.safetensors: "):
+        load_hf_attention(layer, tmp_path)
 
 
 def test_safetensors_with_a_dtype_that_is_no_weight(layer, weights, tmp_path):
