@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from layers.common import quick
 
 from dsv4_fusions import DSv4Config, DSv4HybridSelfAttention
 from dsv4_fusions.hf import attention_weights, load_hf_attention
@@ -41,7 +42,7 @@ def make_layer(case):
     return layer
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(quick, static_argnums=0)
 def run(graphdef, state, x, g):
     # Not "highest": under jit on a CPU, XLA sums a bf16 weight gradient in bf16 whatever that says. With 1034 rows of
     # ones, jit(lambda x, w, g: vjp(lambda w: x @ w, w)[1](g)) is 512 instead of 1034; with this it is right.
@@ -92,10 +93,11 @@ def test_recorded(kind, dtype, tokens):
 @pytest.mark.parametrize("kind", hf.KINDS)
 def test_live(kind, dtype, tokens):
     try:
-        import torch  # noqa: F401
+        import torch
         from transformers.models import deepseek_v4  # noqa: F401
     except ImportError as error:
         pytest.skip(f"needs torch and transformers 5.17 or newer: {error}")
+    torch.set_num_threads(1)  # the test processes share the cores
     case = hf.make_case(live_source(kind), dtype, tokens)
     check(case, hf.reference(case))
 

@@ -11,7 +11,7 @@ from dsv4_fusions.config import REMAT_SEGMENTS
 from dsv4_fusions.testing import assert_trees_bitwise_equal
 
 PARTS = ("qkv", "post_core", "vha_postmix", "gated_attn")
-CASES = [(0, (name,)) for name in REMAT_SEGMENTS] + [(0, ("qkv", "post_core"))]
+CASES = [(0, ("full_attn",)), (0, ("vha_postmix",)), (0, ("qkv", "post_core"))]
 CASES += [(4, ("full_attn",)), (4, PARTS), (-2, PARTS)]
 
 
