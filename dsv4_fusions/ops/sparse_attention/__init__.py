@@ -85,7 +85,7 @@ def sparse_attention(
     )
     if 0 in (*q.shape, kv_len, topk):
         return jnp.zeros_like(q, shape=(batch, tokens, heads, value_dim))
-    scale = head_dim**-0.5 if scale is None else scale
+    scale = head_dim**-0.5 if scale is None else float(scale)
 
     # Before the remap, which would turn an id past kv_len into a row of the next batch entry.
     ids = _empty_as_minus_one(index, kv_len, topk_length)
