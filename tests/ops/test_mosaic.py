@@ -16,9 +16,6 @@ from dsv4_fusions import mosaic as mosaic_common
 from dsv4_fusions.ops.inv_rope_postmix import Wanted, mosaic
 from dsv4_fusions.testing import assert_trees_bitwise_equal
 
-# JAX has no public name for the races that its simulator finds.
-simulator = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call", exc_type=ImportError)
-
 KINDS = {
     "forward": None,
     "activation": Wanted(activation=True, weights=False),
@@ -42,31 +39,9 @@ def operands(case):
 
 
 @pytest.fixture
-def finds_race(monkeypatch):
-    """finds_race(kind, case, products): whether the simulator, told to look for races, finds one in the kernel.
-
-    By itself it does not note what a matrix product reads. With `products` an ordinary read in front of each stands for
-    that, and the fence that such a read needs before a tile is filled again behind it. That fence may stand in for a
-    missing one of the kernel's, so both ways are needed.
-    """
-    monkeypatch.setattr(plgpu, "InterpretGPUParams", functools.partial(plgpu.InterpretGPUParams, detect_races=True))
-    wgmma, commit_smem = plgpu.wgmma, plgpu.commit_smem
-
-    def noted_wgmma(sums, a, b):
-        for ref in (a, b):
-            plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
-        wgmma(sums, a, b)
-        commit_smem()
-
-    def find(kind, case, products):
-        monkeypatch.setattr(plgpu, "wgmma", noted_wgmma if products else wgmma)
-        simulator.reset_gpu_interpret_mode_state()
-        with dispatch.interpret():
-            jax.block_until_ready(jax.jit(functools.partial(call, kind))(*operands(case)))
-        return simulator.get_races().races_found
-
-    yield find
-    simulator.reset_gpu_interpret_mode_state()
+def finds_race(finds_race_in):
+    """finds_race(kind, case, products): whether the simulator finds a race in the kernel."""
+    return lambda kind, case, products: finds_race_in(functools.partial(call, kind), operands(case), products)
 
 
 # More tiles than the ring has slots, a run that ends early, rotary channels in a part of a tile.

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from program import gpu_target, kernel_names
 
 from dsv4_fusions import dispatch
 from dsv4_fusions.ops import sparse_attention as op
-from dsv4_fusions.ops.sparse_attention import sparse_attention
+from dsv4_fusions.ops.sparse_attention import mosaic, sparse_attention
+from dsv4_fusions.ops.sparse_attention.slots import Slots
 from dsv4_fusions.testing import assert_trees_bitwise_equal
 
 # JAX has no public name for the races that its simulator finds.
@@ -95,14 +97,43 @@ def test_rows_that_no_slot_names_are_not_read():
         assert np.linalg.norm(np.float32(out) - np.float32(cut)) <= 3e-3 * np.linalg.norm(np.float32(wanted))
 
 
-def test_no_races():
+def attend_with_length(*args):
     """Several items on a multiprocessor, of several blocks each and of none."""
-    args = operands(tokens=5, topk=130)
-    simulator.reset_gpu_interpret_mode_state()
-    with dispatch.interpret():
-        run = jax.jit(partial(sparse_attention, implementation="mosaic", topk_length=jnp.array([[130, 0, 64, 1, 130]])))
-        jax.block_until_ready(run(*args))
-    assert not simulator.get_races().races_found
+    return sparse_attention(*args, implementation="mosaic", topk_length=jnp.array([[130, 0, 64, 1, 130]]))
+
+
+@pytest.mark.parametrize("products", [False, True])
+def test_no_races(finds_race_in, products):
+    assert not finds_race_in(attend_with_length, operands(tokens=5, topk=130), products)
+
+
+def test_an_output_that_takes_a_tile_too_early_is_found(finds_race_in, monkeypatch):
+    compute, wait = mosaic._Forward._compute, plgpu.barrier_wait
+
+    def without_wait(self, memory, shared, side):
+        with pytest.MonkeyPatch.context() as inner:
+            skips = lambda barrier: barrier is shared.query_done  # noqa: E731
+            inner.setattr(plgpu, "barrier_wait", lambda barrier: None if skips(barrier) else wait(barrier))
+            compute(self, memory, shared, side)
+
+    monkeypatch.setattr(mosaic._Forward, "_compute", without_wait)
+    assert finds_race_in(attend_with_length, operands(tokens=5, topk=130), True)
+
+
+def test_the_kernel_itself_reads_no_row_of_another_entry():
+    """Its callers hand it -1 for ids that are out of range; it does not rely on that."""
+    q, kv, index, sink = operands(batch=2, kv_len=70, tokens=2)
+    rows, index = kv.reshape(140, -1), index.reshape(4, -1)
+    bad = jnp.array([-1, -2, 70, 71, 139, 140, 2147480000, 2**31 - 1, -(2**31)], jnp.int32)
+
+    def attend(ids):
+        slots = Slots(index.at[:, 5 : 5 + len(bad)].set(ids), None, 2, 70)
+        run = partial(mosaic.forward, slots=slots, sink=sink.astype(jnp.float32), scale=0.1, value_dim=128)
+        simulator.reset_gpu_interpret_mode_state()
+        with dispatch.interpret():
+            return jax.block_until_ready(jax.jit(run)(q.reshape(4, 64, -1), rows))
+
+    assert_trees_bitwise_equal(attend(bad), attend(-1))
     simulator.reset_gpu_interpret_mode_state()
 
 
