@@ -1,9 +1,10 @@
-"""Time of the sparse attention's forward: the kernel beside XLA's gather and einsum, in one process.
+"""Time of sparse attention, forward and backward: the kernels beside XLA's gather and einsum, in one process.
 
     python benchmarks/sparse_attention.py --csv sparse_attention.csv
 
-Device times (CUPTI), medians. Useful work is two products of heads x slots x channels a query, at 2 operations each;
-every slot holds a random row. Before anything is timed, both are compared with the f32 reference on some queries.
+Device times (CUPTI), medians. Useful work is two products of heads x slots x channels a query in the forward and five
+in the backward, at 2 operations each; every slot holds a random row. The backward's time is that of both together less
+the forward's. Before anything is timed, both are compared with the f32 reference on some queries.
 """
 
 import argparse
@@ -41,7 +42,13 @@ def gather_and_einsum(q, kv, index, sink, *, scale, value_dim):
         return (out / total[..., None]).astype(q.dtype)
 
     blocks = lambda x: x.reshape(-1, BLOCK, *x.shape[1:])  # noqa: E731
+    block = jax.checkpoint(block, prevent_cse=False)  # else all rows are kept for the backward
     return lax.map(lambda args: block(*args), (blocks(q), blocks(index))).reshape(*q.shape[:2], value_dim)
+
+
+def error(x, wanted):
+    x, wanted = (a.astype(jnp.float32) for a in (x, wanted))
+    return float(jnp.linalg.norm(x - wanted) / jnp.linalg.norm(wanted))
 
 
 def main():
@@ -65,21 +72,40 @@ def main():
             "mosaic": jax.jit(partial(ours, implementation="mosaic")),
             "xla gather and einsum": jax.jit(partial(gather_and_einsum, **how)),
         }
+
+        def both(q, kv, index, sink, g, run):
+            out, transpose = jax.vjp(lambda q, kv, sink: run(q, kv, index, sink), q, kv, sink)
+            return out, transpose(g)
+
         some = slice(0, tokens, tokens // CHECKED)
-        wanted = ours(q[some], kv, index[some], sink, implementation="xla").astype(jnp.float32)
+        g = jnp.zeros((tokens, heads, value_dim), jnp.bfloat16)
+        g = g.at[some].set(jax.random.normal(keys[0], g[some].shape, g.dtype))
+        reference = partial(ours, implementation="xla")
+        wanted = jax.tree.leaves(jax.jit(partial(both, run=reference))(q[some], kv, index[some], sink, g[some]))
         for version, run in versions.items():
-            got = run(q, kv, index, sink)[some].astype(jnp.float32)
-            error = float(jnp.linalg.norm(got - wanted) / jnp.linalg.norm(wanted))
-            if not error < 5e-3:
-                raise SystemExit(f"{name}, {version}: relative error {error}")
-            ms = statistics.median(profiler.measure(run, iterations=args.repeats)(q, kv, index, sink)[1])
-            tflops = 2 * tokens * heads * topk * (head_dim + value_dim) / ms / 1e9
-            shape = dict(tokens=tokens, heads=heads, head_dim=head_dim, value_dim=value_dim, topk=topk, rows=kv_len)
-            row = {"case": name, "version": version, **shape, "dtype": "bfloat16", "ms_p50": f"{ms:.4g}"}
-            row |= {"tflops": f"{tflops:.4g}", "relative_error": f"{error:.3g}"}
-            row |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "date": date.today().isoformat()}
-            rows.append(row)
-            print(*(f"{key}={value}" for key, value in row.items()), flush=True)
+            run_both = jax.jit(partial(both, run=run))
+            got = jax.tree.leaves(run_both(q, kv, index, sink, g))
+            errors = [error(x[some] if x.ndim == 3 else x, y) for x, y in zip(got, wanted, strict=True)]
+            if not max(errors) < (5e-3 if version == "mosaic" else 5e-2):  # XLA's sums of rows' gradients are bf16
+                raise SystemExit(f"{name}, {version}: relative errors {errors}")
+            measure = lambda f, *x: statistics.median(profiler.measure(f, iterations=args.repeats)(*x)[1])  # noqa: E731
+            forward_ms = measure(run, q, kv, index, sink)
+            backward_ms = measure(run_both, q, kv, index, sink, g) - forward_ms
+            product = 2 * tokens * heads * topk / 1e9
+            for which, ms, work, errors_of in (
+                ("forward", forward_ms, product * (head_dim + value_dim), errors[:1]),
+                ("backward", backward_ms, product * (3 * head_dim + 2 * value_dim), errors[1:]),
+            ):
+                shape = dict(tokens=tokens, heads=heads, head_dim=head_dim, value_dim=value_dim, topk=topk, rows=kv_len)
+                row = {"case": name, "pass": which, "version": version, **shape, "dtype": "bfloat16"}
+                row |= {"ms_p50": f"{ms:.4g}", "tflops": f"{work / ms:.4g}", "relative_error": f"{max(errors_of):.3g}"}
+                row |= {
+                    "device": jax.devices()[0].device_kind,
+                    "jax": jax.__version__,
+                    "date": date.today().isoformat(),
+                }
+                rows.append(row)
+                print(*(f"{key}={value}" for key, value in row.items()), flush=True)
     if args.csv:
         with open(args.csv, "w", newline="") as file:
             writer = csv.DictWriter(file, rows[0])

@@ -24,7 +24,7 @@ TOLERANCES = {"float32": 2e-5, "bfloat16": 2e-2}
 
 # Wider than the recorded cases, and other weights.
 LIVE_CONFIG = hf.CONFIG | dict(hidden_size=96, num_attention_heads=8, head_dim=64, q_lora_rank=48, o_groups=4)
-LIVE_CONFIG |= dict(o_lora_rank=32, sliding_window=128, index_head_dim=32, index_topk=16)
+LIVE_CONFIG |= dict(o_lora_rank=32, sliding_window=128, index_head_dim=32, index_topk=48)
 LIVE_SEED = 1004  # see `SEED` in the tool
 
 recorded = functools.cache(hf.read_fixture)

@@ -13,7 +13,8 @@ ERROR = 99  # exit code that memcheck is told to use
 EVERY_KERNEL = """
 import cases, jax, jax.numpy as jnp
 import dsv4_fusions as dsv4
-from dsv4_fusions.ops.sparse_attention import sparse_attention
+from dsv4_fusions.ops.sparse_attention import mosaic, sparse_attention
+from dsv4_fusions.ops.sparse_attention.slots import Slots
 from dsv4_fusions import dispatch
 names = ["mosaic"] * (dispatch.mosaic_unsupported() is None) + ["triton"]
 names += ["jax_triton"] * (dispatch.jax_triton_unsupported() is None)
@@ -40,7 +41,11 @@ if "mosaic" in names:
     index = index.at[0, 0, :3].set(jnp.array([2147480000, 7, -2147483648]))
     for backend in ("flat", "batched"):
         attend = lambda *x: sparse_attention(*x, value_dim=128, backend=backend, implementation="mosaic")
-        jax.block_until_ready(jax.jit(attend)(q, kv, index, jnp.zeros(64)))
+        step = lambda q, kv, sink: jax.vjp(lambda *x: attend(x[0], x[1], index, x[2]), q, kv, sink)
+        jax.block_until_ready(jax.jit(lambda *x: step(*x)[1](step(*x)[0]))(q, kv, jnp.zeros(64)))
+    q, rows, slots = q.reshape(10, 64, 192), kv.reshape(14, 192), Slots(index.reshape(10, 70), None, 5, 7)
+    out, lse = mosaic.forward(q, rows, slots, jnp.zeros(64), scale=0.1, value_dim=128)
+    jax.block_until_ready(mosaic.backward(q, rows, slots, jnp.zeros(64), out, lse, out, scale=0.1))
 print("ran", *names)
 """
 

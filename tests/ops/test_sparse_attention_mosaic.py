@@ -11,6 +11,7 @@ from program import gpu_target, kernel_names
 from dsv4_fusions import dispatch
 from dsv4_fusions.ops import sparse_attention as op
 from dsv4_fusions.ops.sparse_attention import mosaic, sparse_attention
+from dsv4_fusions.ops.sparse_attention.mosaic import backward_pass
 from dsv4_fusions.ops.sparse_attention.slots import Slots
 from dsv4_fusions.testing import assert_trees_bitwise_equal
 
@@ -26,12 +27,26 @@ def operands(batch=1, tokens=3, heads=64, head_dim=128, kv_len=150, topk=100, dt
     return jnp.asarray(q, dtype), jnp.asarray(kv, dtype), jnp.asarray(index), jnp.asarray(rng.standard_normal(heads))
 
 
-def in_simulator(*args, races=False, **kwargs):
+def simulated(run, *args):
     simulator.reset_gpu_interpret_mode_state()
     with dispatch.interpret():
-        out = jax.block_until_ready(jax.jit(partial(sparse_attention, implementation="mosaic", **kwargs))(*args))
+        out = jax.block_until_ready(jax.jit(run)(*args))
     simulator.reset_gpu_interpret_mode_state()
     return out
+
+
+def in_simulator(*args, **kwargs):
+    return simulated(partial(sparse_attention, implementation="mosaic", **kwargs), *args)
+
+
+def gradients(q, kv, index, sink, g, **kwargs):
+    """dq, dkv, d_sink."""
+    attend = lambda q, kv, sink: sparse_attention(q, kv, index, sink, **kwargs)  # noqa: E731
+    return jax.vjp(attend, q, kv, sink)[1](g)
+
+
+def gradients_in_simulator(*args, **kwargs):
+    return simulated(partial(gradients, implementation="mosaic", **kwargs), *args)
 
 
 def assert_close(out, args, **kwargs):
@@ -41,6 +56,22 @@ def assert_close(out, args, **kwargs):
     assert np.all(np.isfinite(out))
     assert np.linalg.norm(out - wanted) <= 3e-3 * np.linalg.norm(wanted)
     np.testing.assert_allclose(out, wanted, atol=0.02 * np.abs(wanted).max())
+
+
+def with_cotangent(q, kv, index, sink, value_dim=None, **_):
+    shape = (*q.shape[:-1], value_dim or q.shape[-1])
+    return q, kv, index, sink, jnp.asarray(np.random.default_rng(1).standard_normal(shape), q.dtype)
+
+
+def assert_gradients_close(got, args, **kwargs):
+    """P, dS, the output that D is made from and each slot's contribution are rounded to the operands' dtype."""
+    wanted = gradients(*args, implementation="xla", **kwargs)
+    for x, y in zip(got, wanted, strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype
+        x, y = (np.asarray(a, np.float32) for a in (x, y))
+        assert np.all(np.isfinite(x))
+        assert np.linalg.norm(x - y) <= 6e-3 * np.linalg.norm(y)
+        np.testing.assert_allclose(x, y, atol=0.02 * np.abs(y).max())
 
 
 @pytest.mark.parametrize(
@@ -63,6 +94,42 @@ def test_it_is_the_reference(case):
     assert_close(in_simulator(*args, **kwargs), args, **kwargs)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(kv_len=1, topk=1, tokens=1),
+        dict(kv_len=20, topk=129),  # rows with more contributions than are added at a time, and three blocks
+        dict(head_dim=192, value_dim=128, scale=0.1),
+        dict(heads=128, tokens=2, topk=70),
+        dict(heads=5, tokens=2),
+        dict(dtype=jnp.float16),
+    ],
+    ids=str,
+)
+def test_gradients_are_the_references(case):
+    kwargs = {name: case[name] for name in ("value_dim", "scale") if name in case}
+    args = operands(**{name: value for name, value in case.items() if name not in kwargs})
+    args = with_cotangent(*args, **kwargs)
+    got = gradients_in_simulator(*args, **kwargs)
+    assert_gradients_close(got, args, **kwargs)
+
+
+def test_contributions_are_the_same_through_the_tiles_of_the_block(monkeypatch):
+    args = with_cotangent(*operands(tokens=2, topk=70))
+    got = gradients_in_simulator(*args)
+    monkeypatch.setattr(backward_pass, "_SHARED_BYTES", 0)
+    assert_trees_bitwise_equal(gradients_in_simulator(*args), got)
+
+
+def test_gradients_in_chunks_of_queries(monkeypatch):
+    """Chunks that do not divide the queries: the last ends where the queries do."""
+    args, length = with_cotangent(*operands(batch=2, tokens=2)), jnp.array([[100, 0], [64, 65]])
+    monkeypatch.setattr(backward_pass, "CONTRIBUTIONS_BYTES", 3 * 128 * 128 * 2)
+    got = gradients_in_simulator(*args, topk_length=length, fuse_kv_index_remap=True)
+    assert_gradients_close(got, args, topk_length=length)
+    assert_trees_bitwise_equal(gradients_in_simulator(*args, topk_length=length, backend="batched"), got)
+
+
 def test_flat_and_batched_are_the_same_bits():
     """With lengths of none, of a part of a block, of whole ones and of more than there is."""
     args, length = operands(batch=2), jnp.array([[100, 0, 7], [64, 65, 1000]])
@@ -79,8 +146,12 @@ def test_sinks_and_queries_without_rows(sink):
     out = in_simulator(*args)
     assert not np.any(out[0, 1]) and np.all(np.isfinite(np.asarray(out, np.float32)))
     assert not np.any(out) if sink > 0 else np.any(out[0, 0])
+    got = gradients_in_simulator(*with_cotangent(*args))
+    assert all(np.all(np.isfinite(np.asarray(x, np.float32))) for x in got)
+    assert not np.any(got[0][0, 1])
     if sink < 0:
         assert_close(out, args)
+        assert_gradients_close(got, with_cotangent(*args))
 
 
 def test_rows_that_no_slot_names_are_not_read():
@@ -96,14 +167,24 @@ def test_rows_that_no_slot_names_are_not_read():
         assert np.linalg.norm(np.float32(out) - np.float32(cut)) <= 3e-3 * np.linalg.norm(np.float32(wanted))
 
 
-def attend_with_length(*args):
-    """Several items on a multiprocessor, of several blocks each and of none."""
-    return sparse_attention(*args, implementation="mosaic", topk_length=jnp.array([[130, 0, 64, 1, 130]]))
+# Several items on a multiprocessor, of several blocks each and of none.
+SEVERAL_ITEMS = dict(tokens=5, topk=130)
+SEVERAL_LENGTHS = jnp.array([[130, 0, 64, 1, 130]])
 
 
 @pytest.mark.parametrize("products", [False, True])
 def test_no_races(finds_race_in, products):
-    assert not finds_race_in(attend_with_length, operands(tokens=5, topk=130), products)
+    attend = partial(sparse_attention, implementation="mosaic", topk_length=SEVERAL_LENGTHS)
+    assert not finds_race_in(attend, operands(**SEVERAL_ITEMS), products)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("products", [False, True])
+def test_no_races_in_the_backward(finds_race_in, products, staged, monkeypatch):
+    if not staged:
+        monkeypatch.setattr(backward_pass, "_SHARED_BYTES", 0)
+    run = partial(gradients, implementation="mosaic", topk_length=SEVERAL_LENGTHS)
+    assert not finds_race_in(run, with_cotangent(*operands(**SEVERAL_ITEMS)), products)
 
 
 def test_the_kernel_itself_reads_no_row_of_another_entry():
@@ -149,14 +230,14 @@ def test_lowers_for_hopper(heads, head_dim, value_dim, topk, with_length, x64):
         args = [shape((2, 96, heads, head_dim), jnp.bfloat16), shape((2, 200, head_dim), jnp.bfloat16)]
         args += [shape((2, 96, topk), jnp.int32), shape((heads,), jnp.float32)]
         length = [shape((2, 96), jnp.int32)] * with_length
-        run = jax.jit(
-            lambda q, kv, index, sink, *length: sparse_attention(
-                q, kv, index, sink, value_dim=value_dim, topk_length=length[0] if length else None
-            )
-        )
-        traced = run.trace(*args, *length)
-        assert kernel_names(traced.jaxpr) == ["sparse_attention"]
-        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+        def run(q, kv, index, sink, g, length=None):
+            return gradients(q, kv, index, sink, g, value_dim=value_dim, topk_length=length)
+
+        args.append(shape((2, 96, heads, value_dim), jnp.bfloat16))
+        traced = jax.jit(run).trace(*args, *length)
+        assert kernel_names(traced.jaxpr) == ["sparse_attention", "sparse_attention_backward", "sum_rows"]
+        assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu") >= 2
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,11 @@ def sparse_attention(
     """Multi-query attention over the listed rows only; a row is a key, and its leading channels are the value.
 
     A query whose slots are all empty gets zeros. Scores and sums are f32 whatever the dtypes. The reference multiplies
-    in f32 too; the kernel rounds the weights exp(score - maximum) to the operands' dtype for the second product. Memory
-    grows with the inputs and a block of queries, not with tokens * topk * head_dim. "flat" and "batched" give the same
-    bits on the same device, and so does "xla" where the others run the reference. Gradients are the reference's.
+    in f32 too; the kernels round what goes from one product into the next to the operands' dtype: the weights
+    exp(score - maximum) and, in the backward, also the gradient of the scores and what each slot adds to the gradient
+    of its row. Memory grows with the inputs and a block of queries, not with tokens * topk * head_dim. "flat" and
+    "batched" give the same bits on the same device, gradients included, and so does "xla" where the others run the
+    reference. Gradients are deterministic: a row's is summed in the order of queries and slots.
 
     Args:
       q: queries.
@@ -60,9 +62,9 @@ def sparse_attention(
         its kernel adds where the batch entry's rows begin; "xla" is the reference, on local ids.
       topk_length: slots at or beyond this count are not read.
       fuse_kv_index_remap: with "flat", number the rows through by the fused op instead of step by step. Changes no bit.
-      implementation: "mosaic", the kernel, runs on compute capability 9.0, with q and kv of one 16-bit type, rows of a
-        multiple of 64 channels up to 576 and values of a multiple of 128, for "flat" and "batched"; "xla" is the
-        reference; None picks the first of them that can serve.
+      implementation: "mosaic", kernels for forward and backward, runs on compute capability 9.0, with q and kv of one
+        16-bit type, rows of a multiple of 64 channels up to 576 and values of a multiple of 128, for "flat" and
+        "batched"; "xla" is the reference; None picks the first of them that can serve.
 
     Returns:
       Output in q's dtype.
@@ -96,7 +98,7 @@ def sparse_attention(
         slots = Slots(remap(ids, kv_len), _per_query(topk_length), batch * tokens, batch * kv_len)
     else:
         slots = Slots(ids.reshape(batch * tokens, topk), _per_query(topk_length), tokens, kv_len)
-    how = _How(scale, value_dim, implementation, batch)
+    how = _How(scale, value_dim, implementation)
     return _attend(how, q, kv, slots, sink)
 
 
@@ -130,8 +132,8 @@ def _mosaic_unsupported(q_dtype, kv_dtype, head_dim, value_dim, rows, backend):
     if head_dim % 64 or not 64 <= head_dim <= MOST_CHANNELS or value_dim % 128:
         wanted = f"a multiple of 64 up to {MOST_CHANNELS}, with values of a multiple of 128"
         return f"rows have {head_dim} channels and values {value_dim}, and it needs {wanted}"
-    if rows >= 2**31:
-        return f"there are {rows} rows, and it numbers them in int32"
+    if rows * head_dim >= 2**31:
+        return f"{rows} rows have {rows * head_dim} elements, and it numbers them in int32"
     return dispatch.mosaic_unsupported()
 
 
@@ -141,31 +143,42 @@ class _How(NamedTuple):
     scale: float
     value_dim: int
     implementation: str
-    batch: int
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(how, q, kv, slots, sink):
-    if how.implementation == "xla":
-        return _reference(how, slots, q, kv, sink)
-    from dsv4_fusions.ops.sparse_attention import mosaic
-
-    batch, tokens, heads, head_dim = q.shape
-    q, sink = pad_heads(q.reshape(batch * tokens, heads, head_dim), sink, mosaic.HEADS)
-    rows = kv.reshape(-1, head_dim)
-    out, _ = mosaic.forward(q, rows, slots, sink, scale=how.scale, value_dim=how.value_dim)
-    return out[:, :heads].reshape(batch, tokens, heads, how.value_dim)
+    return _attend_fwd(how, q, kv, slots, sink)[0]
 
 
 def _attend_fwd(how, q, kv, slots, sink):
-    return _attend(how, q, kv, slots, sink), (q, kv, slots, sink)
+    if how.implementation == "xla":
+        return _reference(how, slots, q, kv, sink), (q, kv, slots, sink, None, None)
+    from dsv4_fusions.ops.sparse_attention import mosaic
+
+    batch, tokens, heads, head_dim = q.shape
+    padded, padded_sink = pad_heads(q.reshape(batch * tokens, heads, head_dim), sink, mosaic.HEADS)
+    rows = kv.reshape(-1, head_dim)
+    out, lse = mosaic.forward(padded, rows, slots, padded_sink, scale=how.scale, value_dim=how.value_dim)
+    out = out[:, :heads].reshape(batch, tokens, heads, how.value_dim)
+    return out, (q, kv, slots, sink, out, lse)
 
 
-def _attend_bwd(how, saved, cotangent):
-    q, kv, slots, sink = saved
-    _, transpose = jax.vjp(partial(_reference, how, slots), q, kv, sink)
-    dq, dkv, d_sink = transpose(cotangent)
-    return dq, dkv, None, d_sink
+def _attend_bwd(how, saved, g):
+    q, kv, slots, sink, out, lse = saved
+    if how.implementation == "xla":
+        _, transpose = jax.vjp(partial(_reference, how, slots), q, kv, sink)
+        dq, dkv, d_sink = transpose(g)
+        return dq, dkv, None, d_sink
+    from dsv4_fusions.ops.sparse_attention import mosaic
+
+    batch, tokens, heads, head_dim = q.shape
+    # A head that is padding has no cotangent: it gives no row a gradient.
+    padded = lambda x: pad_heads(x.reshape(batch * tokens, heads, -1), sink, mosaic.HEADS)  # noqa: E731
+    (q, padded_sink), (out, _), (g, _) = padded(q), padded(out), padded(g)
+    rows = kv.reshape(-1, head_dim)
+    dq, dkv, d_sink = mosaic.backward(q, rows, slots, padded_sink, out, lse, g, scale=how.scale)
+    dq = dq[:, :heads].reshape(batch, tokens, heads, head_dim)
+    return dq, dkv.astype(kv.dtype).reshape(kv.shape), None, d_sink[:heads]
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
