@@ -9,6 +9,7 @@ a GPU and transformers are found.
 
 import argparse
 import csv
+import dataclasses
 import statistics
 import time
 from datetime import date
@@ -104,18 +105,30 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096])
+    parser.add_argument(
+        "--ratios", type=int, nargs="+", help="compress ratios of the layers; all of the configuration's"
+    )
+    parser.add_argument("--backends", nargs="+", help="sparse attention backends; the configuration's")
+    parser.add_argument("--alone", action="store_true", help="without transformers'")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--csv")
     args = parser.parse_args()
     cfg, rows = DSv4Config.from_yaml(args.config), []
+    variants = [dataclasses.replace(cfg, sparse_attention_backend=name) for name in args.backends or ()] or [cfg]
     for tokens in args.tokens:
         for kind in build_layers(cfg, 1, tokens):
-            for name, measure in (("dsv4_fusions", ours), ("transformers", transformers)):
-                measured = measure(cfg, kind.indices[0], tokens, args.repeats)
+            if kind.ratio not in (args.ratios or [kind.ratio]):
+                continue
+            calls = [("dsv4_fusions", variant.sparse_attention_backend, ours, variant) for variant in variants]
+            for name, backend, measure, variant in calls + [("transformers", "eager", transformers, cfg)] * (
+                not args.alone
+            ):
+                measured = measure(variant, kind.indices[0], tokens, args.repeats)
                 if measured is None:
                     continue
-                row = {"layer": name, "compress_ratio": kind.ratio, "tokens": tokens, "dtype": cfg.dtype}
+                row = {"layer": name, "backend": backend, "compress_ratio": kind.ratio, "tokens": tokens}
                 row |= {
+                    "dtype": cfg.dtype,
                     "ms_p50": f"{measured[0]:.4g}",
                     "peak_bytes": measured[1],
                     "device": jax.devices()[0].device_kind,

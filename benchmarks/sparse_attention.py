@@ -3,8 +3,8 @@
     python benchmarks/sparse_attention.py --csv sparse_attention.csv
 
 Device times (CUPTI), medians. Useful work is two products of heads x slots x channels a query in the forward and five
-in the backward, at 2 operations each; every slot holds a random row. The backward's time is that of both together less
-the forward's. Before anything is timed, both are compared with the f32 reference on some queries.
+in the backward, at 2 operations each; every slot of a table holds a random row. The backward's time is that of both
+together less the forward's. Before anything is timed, both are compared with the f32 reference on some queries.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import profiler
 
+from dsv4_fusions.kv_index import Runs
 from dsv4_fusions.ops.sparse_attention import sparse_attention
 
 CASES = {  # tokens, heads, head_dim, value_dim, topk, rows
@@ -25,6 +26,8 @@ CASES = {  # tokens, heads, head_dim, value_dim, topk, rows
     "V4-Flash, CSA-like": (16384, 64, 512, 512, 2176, 66048),
     "absorbed latent": (16384, 64, 576, 512, 640, 16384),
 }
+RUNS = "V4-Flash, HCA at 64K on 4 ranks, the last rank's runs"
+CASES[RUNS] = CASES["V4-Flash, HCA at 64K on 4 ranks"]
 CHECKED = 256  # queries
 BLOCK = 256  # queries whose rows XLA gathers at a time: all at once would take tokens * topk * channels
 
@@ -46,6 +49,13 @@ def gather_and_einsum(q, kv, index, sink, *, scale, value_dim):
     return lax.map(lambda args: block(*args), (blocks(q), blocks(index))).reshape(*q.shape[:2], value_dim)
 
 
+def runs_of_last_rank(tokens, topk, kv_len):
+    """Window and compressed rows of a sequence's last quarter. KV: 128 rows before it, its own, the compressed ones."""
+    window = jnp.full(tokens, 128, jnp.int32)
+    row = jnp.arange(tokens, dtype=jnp.int32)
+    return Runs(row + 1, window, jnp.full_like(row, 128 + tokens), (3 * tokens + row + 1) // 128, topk)
+
+
 def error(x, wanted):
     x, wanted = (a.astype(jnp.float32) for a in (x, wanted))
     return float(jnp.linalg.norm(x - wanted) / jnp.linalg.norm(wanted))
@@ -54,10 +64,11 @@ def error(x, wanted):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="CASE")
     parser.add_argument("--csv")
     args = parser.parse_args()
     rows = []
-    for name, (tokens, heads, head_dim, value_dim, topk, kv_len) in CASES.items():
+    for name, (tokens, heads, head_dim, value_dim, topk, kv_len) in {name: CASES[name] for name in args.cases}.items():
         keys = jax.random.split(jax.random.key(0), 4)
         q = jax.random.normal(keys[0], (tokens, heads, head_dim), jnp.bfloat16)
         kv = jax.random.normal(keys[1], (kv_len, head_dim), jnp.bfloat16)
@@ -66,12 +77,19 @@ def main():
         how = dict(scale=head_dim**-0.5, value_dim=value_dim)
 
         def ours(q, kv, index, sink, how=how, **kwargs):
-            return sparse_attention(q[None], kv[None], index[None], sink, **how, **kwargs)[0]
+            index = jax.tree.map(lambda x: x[None], index)  # noqa: B023
+            return sparse_attention(q[None], kv[None], index, sink, **how, **kwargs)[0]
 
-        versions = {
-            "mosaic": jax.jit(partial(ours, implementation="mosaic")),
-            "xla gather and einsum": jax.jit(partial(gather_and_einsum, **how)),
-        }
+        kernel = partial(ours, implementation="mosaic")
+        slots = tokens * topk
+        if name == RUNS:
+            index = runs_of_last_rank(tokens, topk, kv_len)
+            slots = int(jnp.sum(index.near_count + index.far_count))
+            from_table = lambda q, kv, index, sink: kernel(q, kv, index.table(), sink)  # noqa: B023, E731
+            versions = {"mosaic structured": partial(kernel, backend="structured"), "mosaic, its table": from_table}
+        else:
+            versions = {"mosaic": kernel, "xla gather and einsum": partial(gather_and_einsum, **how)}
+        versions = {version: jax.jit(run) for version, run in versions.items()}
 
         def both(q, kv, index, sink, g, run):
             out, transpose = jax.vjp(lambda q, kv, sink: run(q, kv, index, sink), q, kv, sink)
@@ -80,18 +98,19 @@ def main():
         some = slice(0, tokens, tokens // CHECKED)
         g = jnp.zeros((tokens, heads, value_dim), jnp.bfloat16)
         g = g.at[some].set(jax.random.normal(keys[0], g[some].shape, g.dtype))
+        of_some = jax.tree.map(lambda x: x[some], index)  # noqa: B023
         reference = partial(ours, implementation="xla")
-        wanted = jax.tree.leaves(jax.jit(partial(both, run=reference))(q[some], kv, index[some], sink, g[some]))
+        wanted = jax.tree.leaves(jax.jit(partial(both, run=reference))(q[some], kv, of_some, sink, g[some]))
         for version, run in versions.items():
             run_both = jax.jit(partial(both, run=run))
             got = jax.tree.leaves(run_both(q, kv, index, sink, g))
             errors = [error(x[some] if x.ndim == 3 else x, y) for x, y in zip(got, wanted, strict=True)]
-            if not max(errors) < (5e-3 if version == "mosaic" else 5e-2):  # XLA's sums of rows' gradients are bf16
+            if not max(errors) < (5e-3 if "mosaic" in version else 5e-2):  # XLA's sums of rows' gradients are bf16
                 raise SystemExit(f"{name}, {version}: relative errors {errors}")
             measure = lambda f, *x: statistics.median(profiler.measure(f, iterations=args.repeats)(*x)[1])  # noqa: E731
             forward_ms = measure(run, q, kv, index, sink)
             backward_ms = measure(run_both, q, kv, index, sink, g) - forward_ms
-            product = 2 * tokens * heads * topk / 1e9
+            product = 2 * heads * slots / 1e9
             for which, ms, work, errors_of in (
                 ("forward", forward_ms, product * (head_dim + value_dim), errors[:1]),
                 ("backward", backward_ms, product * (3 * head_dim + 2 * value_dim), errors[1:]),

@@ -68,7 +68,8 @@ class DSv4Config:
       gated_attention: whether the reduced output is multiplied by sigmoid of a projection of the layer's input.
       rope_rounding: where the rotation rounds, "each_product" or "once", as `rope_tables` takes it.
       sparse_attention_backend: "flat" reads rows by ids of the whole batch, "batched" by ids of a batch entry, in the
-        same kernel; "xla" is the reference.
+        same kernel; "structured" needs no ids where no indexer selects rows, and is "batched" elsewhere; "xla" is the
+        reference.
       remat: segments of an attention layer that the backward pass computes again instead of having them saved: any of
         "full_attn" (all of the layer), "qkv" (projections, norms, rotation), "post_core" (inverse rotation, postmix,
         grouped output projection), "vha_postmix" and "gated_attn".

@@ -1,9 +1,12 @@
-"""Tables of local KV ids: which rows of its own batch entry's KV each query token reads.
+"""Local KV ids: which rows of its own batch entry's KV each query token reads, as a table or as two runs of ids.
 
 All ids are int32; -1 is an empty slot. Rows of padding are empty. The tables of one layer are concatenated along the
 last axis; their ids never collide, since compressed rows stand behind the raw ones in KV (`offset`).
 """
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, Int32
@@ -19,11 +22,46 @@ def _check_tokens(num_tokens: int, got: Int32[Array, "*batch tokens"], name: str
         raise ValueError(f"{name}: got {got.shape[-1]} tokens, wanted num_tokens = {num_tokens}")
 
 
-def _span(start: Int32[Array, "*batch tokens"], width: int) -> Int32[Array, "*batch tokens width"]:
-    """`width` ids from each row's start up to the row itself."""
-    rows = jnp.arange(start.shape[-1], dtype=jnp.int32)[:, None]
-    ids = start[..., None] + jnp.arange(width, dtype=jnp.int32)
-    return jnp.where(ids <= rows, ids, EMPTY)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """Two runs of consecutive ids for each query, near rows first: a window, and the compressed rows before it.
+
+    Attributes:
+      near_start, near_count: first id of the near run, and how many there are; 0 for none.
+      far_start, far_count: of the far run.
+      width: no query reads more rows; ids beyond are not read.
+    """
+
+    near_start: Int32[Array, "*batch tokens"]
+    near_count: Int32[Array, "*batch tokens"]
+    far_start: Int32[Array, "*batch tokens"]
+    far_count: Int32[Array, "*batch tokens"]
+    width: int = dataclasses.field(metadata={"static": True})
+
+    def table(self) -> Int32[Array, "*batch tokens width"]:
+        """The same ids as a table, empty slots behind them."""
+        slot = jnp.arange(self.width, dtype=jnp.int32)
+        near_start, near_count, far_start, far_count = (
+            x[..., None] for x in (self.near_start, self.near_count, self.far_start, self.far_count)
+        )
+        ids = slot + jnp.where(slot < near_count, near_start, far_start - near_count)
+        return jnp.where(slot < near_count + far_count, ids, EMPTY)
+
+
+def window_run(
+    num_tokens: int, window: int, boundaries: DocumentBoundaries | None = None
+) -> tuple[Int32[Array, "*batch tokens"], Int32[Array, "*batch tokens"]]:
+    """First of the ids that `window_index` gives each token, and how many there are; the arguments are the same."""
+    if window < 1:
+        raise ValueError(f"window: got {window}, wanted at least 1")
+    row = jnp.arange(num_tokens, dtype=jnp.int32)
+    start = jnp.maximum(row - (window - 1), 0)
+    if boundaries is None:
+        return start, row + 1 - start
+    _check_tokens(num_tokens, boundaries.doc_start, "boundaries")
+    start = jnp.maximum(start, boundaries.doc_start)
+    return start, jnp.where(boundaries.is_valid, row + 1 - start, 0)
 
 
 def window_index(
@@ -42,14 +80,9 @@ def window_index(
     Raises:
       ValueError: window < 1, or boundaries of another length.
     """
-    if window < 1:
-        raise ValueError(f"window: got {window}, wanted at least 1")
-    start = jnp.maximum(jnp.arange(num_tokens, dtype=jnp.int32) - (window - 1), 0)
-    if boundaries is None:
-        return _span(start, window)
-    _check_tokens(num_tokens, boundaries.doc_start, "boundaries")
-    ids = _span(jnp.maximum(start, boundaries.doc_start), window)
-    return jnp.where(boundaries.is_valid[..., None], ids, EMPTY)
+    start, count = window_run(num_tokens, window, boundaries)
+    slot = jnp.arange(window, dtype=jnp.int32)
+    return jnp.where(slot < count[..., None], start[..., None] + slot, EMPTY)
 
 
 def compressed_index(

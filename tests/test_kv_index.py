@@ -66,6 +66,12 @@ compressed_groups = jax.jit(documents.compressed_groups, static_argnums=1)
 selected_index = jax.jit(kv_index.selected_index)
 
 
+def near_and_far(tokens, window, ratio, boundaries=None, groups=None):
+    """The fields of `Runs` that stand for the window and the compressed rows."""
+    start, count = kv_index.visible_slots(tokens, ratio, groups)
+    return *kv_index.window_run(tokens, window, boundaries), start + OFFSET, count
+
+
 @jax.jit
 def tables(boundaries):
     tokens = boundaries.doc_start.shape[-1]
@@ -74,6 +80,10 @@ def tables(boundaries):
         "window": {w: kv_index.window_index(tokens, w, boundaries) for w in (1, 4, 30)},
         "compressed": {r: kv_index.compressed_index(tokens, r, OFFSET, g) for r, g in groups.items()},
         "causal": kv_index.causal_index(tokens, boundaries),
+        "runs": {
+            (w, r): kv_index.Runs(*near_and_far(tokens, w, r, boundaries, groups[r]), 30 + tokens // r).table()
+            for w, r in ((1, 1), (4, 2), (30, 5), (4, 25))
+        },
         "candidates": {w: kv_index.latent_candidates(tokens, w, boundaries) for w in (0, 1, 4, 30)},
     }
 
@@ -86,6 +96,11 @@ def assert_tables_equal_loops(got, segments):
         for r, table in got["compressed"].items():
             np.testing.assert_array_equal(table[row], loop_compressed(segments[row], r, OFFSET))
         np.testing.assert_array_equal(got["causal"][row], loop_window(segments[row], TOKENS))
+        for (w, r), table in got["runs"].items():
+            both = np.concatenate([loop_window(segments[row], w), loop_compressed(segments[row], r, OFFSET)], axis=1)
+            for ids, wanted in zip(np.asarray(table[row]), both, strict=True):
+                wanted = wanted[wanted >= 0]
+                np.testing.assert_array_equal(ids, np.pad(wanted, (0, len(ids) - len(wanted)), constant_values=-1))
         for w, (start, count) in got["candidates"].items():
             candidates = loop_candidates(segments[row], w)
             np.testing.assert_array_equal(start[row], [min(rows, default=0) for rows in candidates])
@@ -293,6 +308,8 @@ def test_wrong_arguments():
     groups = documents.compressed_groups(boundaries, 2)
     with pytest.raises(ValueError, match="window: got 0, wanted at least 1"):
         kv_index.window_index(8, 0)
+    with pytest.raises(ValueError, match="window: got 0"):
+        kv_index.window_run(8, 0)
     with pytest.raises(ValueError, match="ratio: got 0, wanted at least 1"):
         kv_index.compressed_index(8, 0, 8)
     with pytest.raises(ValueError, match="boundaries: got 8 tokens, wanted num_tokens = 9"):

@@ -8,20 +8,21 @@ from jaxtyping import Array, Float, Int
 from dsv4_fusions.config import LATENT_RATIO, DSv4Config
 from dsv4_fusions.documents import DocumentBoundaries, compressed_groups
 from dsv4_fusions.kv_index import (
-    causal_index,
+    Runs,
     compressed_index,
     joined,
     range_index,
     selected_index,
     visible_slots,
     window_index,
+    window_run,
 )
 from dsv4_fusions.layers.cache import AttentionCache, check_cache, put_rows
 from dsv4_fusions.layers.compressor import Compressor
 from dsv4_fusions.layers.indexer import Indexer, indexer_loss
 from dsv4_fusions.layers.rotary import layer_tables, token_positions
 from dsv4_fusions.layers.switches import FusionStatus, Switches, remap_status
-from dsv4_fusions.ops.sparse_attention import check_backend, sparse_attention
+from dsv4_fusions.ops.sparse_attention import check_backend, sparse_attention, table_backend
 
 
 class CompressedSparseAttention(Switches, nnx.Module):
@@ -30,7 +31,8 @@ class CompressedSparseAttention(Switches, nnx.Module):
     What a token attends to follows from the layer's compress ratio: -1, every token of its document up to itself;
     0, the last `sliding_window` of those; 2 to 127, that window and the complete compressed rows of its document that
     an indexer selects; 128, that window and every complete compressed row of its document. The rows are handed to the
-    sparse attention as a table of ids, local to the batch entry.
+    sparse attention as a table of ids, local to the batch entry, or as two runs of them: with the `"structured"`
+    backend, unless an indexer selects.
 
     Attributes:
       fuse_kv_index_remap: bool switch, see `Switches`. With the `"flat"` backend and a batch above 1 the table is made
@@ -102,27 +104,31 @@ class CompressedSparseAttention(Switches, nnx.Module):
         compressed = None if self.compressor is None else self.compressor(x, groups, positions)
         self._check_latent(latent)
         aux = {"indexer_loss": jnp.zeros((), jnp.float32)} if self.teaches else {}
-        if self.ratio == -1:
-            index = causal_index(tokens, boundaries)
-        else:
-            index = window_index(tokens, self.cfg.sliding_window, boundaries)
         if compressed is not None:
             kv = jnp.concatenate([kv, compressed], axis=1)
-            if self.selects or self.teaches:
-                seen = visible_slots(tokens, self.ratio, groups)
-                keys = self.indexer.compressor(lax.stop_gradient(x), groups, positions)
-                tables = layer_tables(self.cfg, self.rope, token_positions(batch, tokens, boundaries, positions))
-                teacher = (q, compressed, self.cfg.head_dim**-0.5) if self.teaches else None
-                topk = self.cfg.index_topk if self.selects else keys.shape[1]
-                selected, divergence = self.indexer(x, latent, tables, keys, *seen, topk, teacher)
-                if self.teaches:
-                    is_valid = None if boundaries is None else boundaries.is_valid
-                    aux = {"indexer_loss": indexer_loss(self.cfg, divergence, is_valid, loss_mask)}
-            if self.selects:
-                far = selected_index(selected, *seen, tokens)
-            else:
-                far = compressed_index(tokens, self.ratio, tokens, groups)
-            index = joined(index, far)
+            seen = visible_slots(tokens, self.ratio, groups)
+        if self.selects or self.teaches:
+            keys = self.indexer.compressor(lax.stop_gradient(x), groups, positions)
+            tables = layer_tables(self.cfg, self.rope, token_positions(batch, tokens, boundaries, positions))
+            teacher = (q, compressed, self.cfg.head_dim**-0.5) if self.teaches else None
+            topk = self.cfg.index_topk if self.selects else keys.shape[1]
+            selected, divergence = self.indexer(x, latent, tables, keys, *seen, topk, teacher)
+            if self.teaches:
+                is_valid = None if boundaries is None else boundaries.is_valid
+                aux = {"indexer_loss": indexer_loss(self.cfg, divergence, is_valid, loss_mask)}
+
+        window = max(tokens, 1) if self.ratio == -1 else self.cfg.sliding_window
+        if self.cfg.sparse_attention_backend == "structured" and not self.selects:
+            start, count = window_run(tokens, window, boundaries)
+            far_start, far_count = (start * 0, count * 0) if compressed is None else seen
+            runs = (start, count, far_start + tokens, far_count)
+            index = Runs(*(jnp.broadcast_to(x, (batch, tokens)) for x in runs), self.table_width(tokens))
+            return self._attend(q, kv, index), aux
+        index = window_index(tokens, window, boundaries)[..., : self.table_width(tokens)]
+        if self.selects:
+            index = joined(index, selected_index(selected, *seen, tokens))
+        elif compressed is not None:
+            index = joined(index, compressed_index(tokens, self.ratio, tokens, groups))
         return self._attend(q, kv, jnp.broadcast_to(index, (batch, *index.shape[-2:]))), aux
 
     def init_cache(self, batch: int, max_length: int) -> AttentionCache:
@@ -228,12 +234,8 @@ class CompressedSparseAttention(Switches, nnx.Module):
             raise ValueError("latent: got None, wanted the low-rank queries, which the indexer reads")
 
     def _attend(self, q, rows, index):
-        status = remap_status(self.cfg, self.fuse_kv_index_remap, index.shape)
-        return sparse_attention(
-            q,
-            rows,
-            index,
-            self.sink[...],
-            backend=self.cfg.sparse_attention_backend,
-            fuse_kv_index_remap=status.active,
-        )
+        backend, fused = self.cfg.sparse_attention_backend, False
+        if not isinstance(index, Runs):
+            backend = table_backend(backend)
+            fused = remap_status(self.cfg, self.fuse_kv_index_remap, index.shape).active
+        return sparse_attention(q, rows, index, self.sink[...], backend=backend, fuse_kv_index_remap=fused)

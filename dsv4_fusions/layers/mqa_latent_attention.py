@@ -12,7 +12,7 @@ from dsv4_fusions.layers.indexer import Indexer, indexer_loss
 from dsv4_fusions.layers.projections import check_input, gated, linear, recomputed, rms_norm, without_padding
 from dsv4_fusions.layers.rotary import layer_tables, rotate_row, token_positions
 from dsv4_fusions.layers.switches import LATENT_VALUES, FusionStatus, Switches, remap_status
-from dsv4_fusions.ops.sparse_attention import check_backend, sparse_attention
+from dsv4_fusions.ops.sparse_attention import check_backend, sparse_attention, table_backend
 from dsv4_fusions.rope import rotate
 
 
@@ -219,7 +219,7 @@ class MQALatentAttention(Switches, nnx.Module):
             self.sink[...],
             scale=self._scale,
             value_dim=self.cfg.kv_lora_rank,
-            backend=self.cfg.sparse_attention_backend,
+            backend=table_backend(self.cfg.sparse_attention_backend),
             fuse_kv_index_remap=remap_status(self.cfg, self.fuse_kv_index_remap, index.shape).active,
         )
 

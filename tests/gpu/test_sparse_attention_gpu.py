@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv4_fusions.kv_index import Runs
 from dsv4_fusions.ops.sparse_attention import mosaic, sparse_attention
 from dsv4_fusions.ops.sparse_attention.slots import Slots
 from dsv4_fusions.testing import assert_trees_bitwise_equal
@@ -113,6 +114,30 @@ def test_mosaic_repeats_and_its_backends_agree():
     out = wanted[0]
     assert relative_error(out, run("xla", topk_length=length)(*args[:4])) < MOST[jnp.bfloat16]
     assert not jnp.any(out[length == 0]) and bool(jnp.all(jnp.any(out[length > 9], axis=-1)))
+
+
+@pytest.mark.parametrize("kind", ["hca_production", "any"])
+def test_mosaic_runs_are_the_bits_of_their_table(kind):
+    """Output and gradients: an HCA layer's runs for 16384 tokens; bounds inside and outside of the rows."""
+    if kind == "any":
+        q, kv, _, sink = operands(batch=2, tokens=500, kv_len=900)
+        runs = Runs(*jax.random.randint(jax.random.key(5), (4, 2, 500), -200, 1000, jnp.int32), 700)
+    else:
+        q, kv, _, sink = operands(tokens=16384, kv_len=16384 + 128, topk=1)
+        row = jnp.arange(16384, dtype=jnp.int32)[None]
+        start = jnp.maximum(row - 127, 0)
+        runs = Runs(start, row + 1 - start, jnp.full_like(row, 16384), (row + 1) // 128, 256)
+    g = cotangent(q)
+
+    def both(backend):
+        attend = partial(sparse_attention, backend=backend)
+        transposed = partial(gradients, backend=backend)
+        return jax.jit(lambda *x: (attend(*x), transposed(*x, g)))(q, kv, runs, sink)
+
+    wanted = both("structured")
+    assert_trees_bitwise_equal(both("flat"), wanted)
+    last = q[:, -100:], kv, jax.tree.map(lambda x: x[:, -100:], runs), sink
+    assert relative_error(wanted[0][:, -100:], run("xla", backend="xla")(*last)) < MOST[jnp.bfloat16]
 
 
 def test_mosaic_rows_that_every_query_names():

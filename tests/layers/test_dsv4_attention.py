@@ -15,6 +15,7 @@ The layer test of PaddleFleet PR #1772, case by case:
 | selective_postmix_recompute_only_warns, bounded_recompute_window | it fuses: test_transforms.py, the remat tests |
 """
 
+import dataclasses
 import functools
 import warnings
 
@@ -232,12 +233,28 @@ def test_fusion_calls_its_kernels_on_cuda(implementation, changes, prefix, suffi
 
 
 @pytest.mark.lowering
-@pytest.mark.parametrize("backend", ["flat", "batched"])
-def test_attention_calls_its_kernel_on_cuda(backend):
-    """In the forward; the backward has none yet."""
+@pytest.mark.parametrize("backend", ["flat", "batched", "structured"])
+def test_attention_calls_its_kernels_on_cuda(backend):
     cfg = small_config(sparse_attention_backend=backend, **FOR_MOSAIC)
     layer, (x, _) = make_layer(cfg), make_input(cfg, 1, 4)
-    assert program.cuda_kernels(program.lower_for_cuda(gradient, layer, x)).count("sparse_attention") == 1
+    kernels = program.cuda_kernels(program.lower_for_cuda(gradient, layer, x))
+    assert [kernels.count(name) for name in ("sparse_attention", "sparse_attention_backward", "sum_rows")] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("ratio", [-1, 0, 4, 128])
+def test_structured_is_batched_but_for_rounding(ratio):
+    """Runs in place of a table: the same ids in other slots. A layer that selects rows has a table all the same."""
+    cfg = small_config(compress_ratios=(ratio,) * 3, **common.INDEXED)
+    segments = np.repeat([[3, 1, 2, 0]], [140, 1, 129, 5], axis=1) if ratio == 128 else common.SEGMENTS
+    x, g = make_input(cfg, *segments.shape)
+    results = {}
+    for backend in ("batched", "structured"):
+        layer = common.random_layer(dataclasses.replace(cfg, sparse_attention_backend=backend))
+        results[backend] = common.quick_run(layer, x, g, segments)
+    if ratio == 4:
+        assert_trees_bitwise_equal(results["structured"], results["batched"])
+    compare = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
+    jax.tree.map(compare, results["structured"], results["batched"])
 
 
 @pytest.mark.parametrize(

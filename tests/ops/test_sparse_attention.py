@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from program import equations, kernel_names
 
 from dsv4_fusions import dispatch, kv_index
+from dsv4_fusions.kv_index import Runs
 from dsv4_fusions.ops import sparse_attention as module
-from dsv4_fusions.ops.sparse_attention import _empty_as_minus_one, reference, sparse_attention
+from dsv4_fusions.ops.sparse_attention import _empty_as_minus_one, reference, sparse_attention, table_backend
 from dsv4_fusions.ops.sparse_attention.padding import drop_padding, pad_heads, pad_latent
 from dsv4_fusions.testing import assert_trees_bitwise_equal, count_mismatches
 
@@ -623,6 +624,43 @@ def test_a_padded_head_gives_no_gradient_and_no_nan():
     assert_close((out[:, :, :2], dq[:, :, :2], dkv, d_sink[:2]), oracle(case))
 
 
+# --- runs in place of a table ---------------------------------------------------------------------------------------
+
+
+def make_runs(case, width, **changes):
+    """Runs with every kind of bound: empty, beginning before the rows, ending behind them, wider than allowed."""
+    shape = case.index.shape[:2]
+    edges = np.array([0, 2, -3, 5, -(2**31), 2**31 - 1, 1], np.int32)
+    fields = ("near_start", "near_count", "far_start", "far_count")
+    arrays = {f: np.resize(np.roll(edges, i), shape) for i, f in enumerate(fields)} | changes
+    return Runs(**{f: jnp.asarray(arrays[f]) for f in fields}, width=width)
+
+
+def loop_ids(runs, entry, token, kv_len):
+    """The ids of one query, from the definition, one at a time."""
+    ids = []
+    for start, count in ((runs.near_start, runs.near_count), (runs.far_start, runs.far_count)):
+        start, count = int(start[entry, token]), int(count[entry, token])
+        ids += range(max(start, 0), min(start + max(count, 0), kv_len))
+    return ids[: runs.width]
+
+
+@pytest.mark.parametrize("backend", ["flat", "batched", "structured", "xla"])
+@pytest.mark.parametrize("width", [1, 4, 14])
+def test_runs_are_the_table_that_they_stand_for(backend, width):
+    case = make_case()
+    runs, kv_len = make_runs(case, width), case.kv.shape[1]
+    batch, tokens = case.index.shape[:2]
+    table = np.full((batch, tokens, width), -1, np.int32)
+    for entry, token in np.ndindex(batch, tokens):
+        ids = loop_ids(runs, entry, token, kv_len)
+        table[entry, token, : len(ids)] = ids
+    assert len({int((row >= 0).sum()) for row in table.reshape(-1, width)}) > 1
+    attend = jax.jit(lambda q, kv, index: sparse_attention(q, kv, index, case.sink, backend=backend))
+    from_table = jax.jit(lambda q, kv, index: sparse_attention(q, kv, index, case.sink, backend=table_backend(backend)))
+    assert_trees_bitwise_equal(attend(case.q, case.kv, runs), from_table(case.q, case.kv, table))
+
+
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
@@ -652,8 +690,21 @@ def test_refusals():
     refuse(ValueError, "value_dim: got 5, wanted 1 to 4", {"value_dim": 5})
     refuse(TypeError, "value_dim: got float, wanted a Python int or None", {"value_dim": 2.0})
     refuse(TypeError, "value_dim: got bool, wanted a Python int or None", {"value_dim": True})
-    refuse(ValueError, "backend: got 'cudnn', wanted one of 'flat', 'batched', 'xla'", {"backend": "cudnn"})
+    refuse(
+        ValueError, "backend: got 'cudnn', wanted one of 'flat', 'batched', 'structured', 'xla'", {"backend": "cudnn"}
+    )
     refuse(ValueError, "backend: got None", {"backend": None})
+    structured = {"backend": "structured"}
+    refuse(ValueError, "index: got a table, wanted kv_index.Runs for the backend 'structured'", structured)
+    length = np.zeros((3, 5), np.int32)
+    refuse(ValueError, "got one beside Runs", structured, index=make_runs(case, 4), topk_length=length)
+    runs = make_runs(case, 4, far_count=np.zeros((3, 4), np.int32))
+    refuse(ValueError, r"index.far_count: got shape \(3, 4\), wanted \(3, 5\)", structured, index=runs)
+    runs = make_runs(case, 4, near_start=np.zeros(5, np.int32))
+    refuse(ValueError, r"index.near_start: got shape \(5,\), wanted 2 axes", structured, index=runs)
+    runs = make_runs(case, 4, near_count=np.zeros((3, 5)))
+    refuse(TypeError, "index.near_count: got dtype float32", structured, index=runs)
+    refuse(ValueError, "index.width: got -1, wanted at least 0", structured, index=make_runs(case, -1))
     refuse(ValueError, "'mosaic' cannot run here: q and kv are float32 and float32", {"implementation": "mosaic"})
     refuse(ValueError, "got 'cudnn', wanted None or one of mosaic, xla", {"implementation": "cudnn"})
 

@@ -9,6 +9,7 @@ import pytest
 from program import gpu_target, kernel_names
 
 from dsv4_fusions import dispatch
+from dsv4_fusions.kv_index import Runs
 from dsv4_fusions.ops import sparse_attention as op
 from dsv4_fusions.ops.sparse_attention import mosaic, sparse_attention
 from dsv4_fusions.ops.sparse_attention.mosaic import backward_pass
@@ -137,6 +138,41 @@ def test_flat_and_batched_are_the_same_bits():
     assert_trees_bitwise_equal(flat, in_simulator(*args, backend="batched", topk_length=length))
     assert_close(flat, args, topk_length=length)
     assert not np.any(flat[0, 1])
+
+
+def test_runs_are_the_bits_of_their_table():
+    """Output and gradients; runs of no row, of one block, of several, with their border inside a block."""
+    q, kv, _, sink = operands(batch=2, kv_len=200)
+    counts = np.array([[0, 64, 100], [1, 0, 7]], np.int32)
+    bounds = [
+        np.array([[3, 10, 0], [150, 0, 1]]),
+        counts,
+        np.array([[0, 100, 100], [0, 50, 9]]),
+        counts.T.reshape(2, 3),
+    ]
+    runs = Runs(*(jnp.asarray(x, jnp.int32) for x in bounds), width=200)
+    got = in_simulator(q, kv, runs, sink, backend="structured")
+    assert_trees_bitwise_equal(got, in_simulator(q, kv, runs.table(), sink, backend="batched"))
+    assert_close(got, (q, kv, runs.table(), sink))
+    args = with_cotangent(q, kv, runs, sink)
+    assert_gradients_close(gradients_in_simulator(*args, backend="structured"), args, backend="structured")
+
+
+@pytest.mark.lowering
+def test_runs_lower_for_hopper():
+    shape = jax.ShapeDtypeStruct
+    with gpu_target("NVIDIA H200"):
+        runs = Runs(*[shape((2, 96), jnp.int32)] * 4, width=640)
+        args = (
+            shape((2, 96, 64, 512), jnp.bfloat16),
+            shape((2, 200, 512), jnp.bfloat16),
+            runs,
+            shape((64,), jnp.float32),
+        )
+        run = partial(gradients, backend="structured")
+        traced = jax.jit(run).trace(*args, shape((2, 96, 64, 512), jnp.bfloat16))
+        assert kernel_names(traced.jaxpr) == ["sparse_attention", "sparse_attention_backward", "sum_rows"]
+        assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu") >= 2
 
 
 @pytest.mark.parametrize("sink", [-np.inf, -1e4, 1e4])

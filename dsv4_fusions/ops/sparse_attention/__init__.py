@@ -10,16 +10,22 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
 from dsv4_fusions import dispatch
+from dsv4_fusions.kv_index import Runs
 from dsv4_fusions.ops import kv_index_remap
 from dsv4_fusions.ops.kv_index_remap.reference import local_to_flat
 from dsv4_fusions.ops.sparse_attention.padding import pad_heads
 from dsv4_fusions.ops.sparse_attention.reference import attend
-from dsv4_fusions.ops.sparse_attention.slots import Slots
+from dsv4_fusions.ops.sparse_attention.slots import RunSlots, Slots
 
-BACKENDS = ("flat", "batched", "xla")
+BACKENDS = ("flat", "batched", "structured", "xla")
 
 MOST_CHANNELS = 576
 """Channels of a row of which the kernel keeps a query and its ring of tiles in shared memory."""
+
+
+def table_backend(backend: str) -> str:
+    """The backend that reads a table of ids where `backend` is wanted: `backend`, unless that needs `Runs`."""
+    return "batched" if backend == "structured" else backend
 
 
 def check_backend(backend: str) -> None:
@@ -31,7 +37,7 @@ def check_backend(backend: str) -> None:
 def sparse_attention(
     q: Float[Array, "batch tokens heads head_dim"],
     kv: Float[Array, "batch kv_len head_dim"],
-    index: Int[Array, "batch tokens topk"],
+    index: Int[Array, "batch tokens topk"] | Runs,
     sink: Float[Array, "heads"],
     *,
     scale: float | None = None,
@@ -53,14 +59,17 @@ def sparse_attention(
     Args:
       q: queries.
       kv: key/value rows of each batch entry.
-      index: local row ids; any id outside [0, kv_len) is an empty slot. An id that stands twice counts twice.
+      index: local row ids; any id outside [0, kv_len) is an empty slot. An id that stands twice counts twice. Or
+        `kv_index.Runs` of such ids, fields [batch, tokens].
       sink: logit per head of a column without a value, finite or -inf (no sink).
       scale: factor of the scores, head_dim ** -0.5 if None.
       value_dim: channels of the values, the leading ones of each row; None for all. Absorbed latent attention has keys
         of 576 channels, 512 of them the value.
       backend: "flat" consumes flat row ids (rows of all batch entries numbered through), "batched" local ones, to which
-        its kernel adds where the batch entry's rows begin; "xla" is the reference, on local ids.
-      topk_length: slots at or beyond this count are not read.
+        its kernel adds where the batch entry's rows begin; "structured" consumes `Runs`, of which its kernel works out
+        the ids, where the others make a table of them; "xla" is the reference, on local ids. Slots stand elsewhere in
+        the table of runs than in other tables of the same ids, so that sums may round differently.
+      topk_length: slots at or beyond this count are not read. Of a table; `Runs` have counts.
       fuse_kv_index_remap: with "flat", number the rows through by the fused op instead of step by step. Changes no bit.
       implementation: "mosaic", kernels for forward and backward, runs on compute capability 9.0, with q and kv of one
         16-bit type, rows of a multiple of 64 channels up to 576 and values of a multiple of 128, for "flat" and
@@ -70,16 +79,17 @@ def sparse_attention(
       Output in q's dtype.
 
     Raises:
-      ValueError: shapes that do not fit together, a value_dim outside 1 to head_dim, an unknown backend, too many
-        rows for flat int32 ids, or an implementation that cannot serve the call.
+      ValueError: shapes that do not fit together, a value_dim outside 1 to head_dim, an unknown backend, "structured"
+        without `Runs`, `Runs` with a topk_length, too many rows for flat int32 ids, or an implementation that cannot
+        serve the call.
       TypeError: ids, lengths or a value_dim that are not integers, operands that are not floating point.
 
     Source: DeepSeek-V4's sparse attention, as in Megatron-LM and PaddleFleet.
     """
     _check(q, kv, index, sink, topk_length, value_dim, backend)
     batch, tokens, heads, head_dim = q.shape
-    kv_len, topk = kv.shape[1], index.shape[2]
-    if backend == "flat" and batch * kv_len >= 2**31:
+    kv_len, topk = kv.shape[1], index.width if isinstance(index, Runs) else index.shape[2]
+    if backend in ("flat", "structured") and batch * kv_len >= 2**31:
         raise ValueError(f"kv: got {batch} x {kv_len} rows, wanted fewer than 2**31 for flat int32 ids")
     value_dim = head_dim if value_dim is None else int(value_dim)
     implementation = attention_implementation(
@@ -89,15 +99,23 @@ def sparse_attention(
         return jnp.zeros_like(q, shape=(batch, tokens, heads, value_dim))
     scale = head_dim**-0.5 if scale is None else float(scale)
 
-    # Before the remap, which would turn an id past kv_len into a row of the next batch entry.
-    ids = _empty_as_minus_one(index, kv_len, topk_length)
-    sink = jnp.asarray(sink, jnp.float32)
-    q, kv, ids, sink = dispatch.align_manual_axes(jnp.asarray(q), jnp.asarray(kv), ids, sink)
-    if backend == "flat":
-        remap = kv_index_remap.local_to_flat_kv_index if fuse_kv_index_remap else local_to_flat
-        slots = Slots(remap(ids, kv_len), _per_query(topk_length), batch * tokens, batch * kv_len)
+    if isinstance(index, Runs):
+        index = _within(index, kv_len)
+        if backend != "structured" or implementation == "xla":
+            index = index.table()
     else:
-        slots = Slots(ids.reshape(batch * tokens, topk), _per_query(topk_length), tokens, kv_len)
+        # Before the remap, which would turn an id past kv_len into a row of the next batch entry.
+        index = _empty_as_minus_one(index, kv_len, topk_length)
+    sink = jnp.asarray(sink, jnp.float32)
+    leaves, structure = jax.tree.flatten((jnp.asarray(q), jnp.asarray(kv), index, sink))
+    q, kv, index, sink = jax.tree.unflatten(structure, dispatch.align_manual_axes(*leaves))
+    if isinstance(index, Runs):
+        slots = _numbered_through(index, kv_len)
+    elif backend == "flat":
+        remap = kv_index_remap.local_to_flat_kv_index if fuse_kv_index_remap else local_to_flat
+        slots = Slots(remap(index, kv_len), _per_query(topk_length), batch * tokens, batch * kv_len)
+    else:
+        slots = Slots(index.reshape(batch * tokens, topk), _per_query(topk_length), tokens, kv_len)
     how = _How(scale, value_dim, implementation)
     return _attend(how, q, kv, slots, sink)
 
@@ -195,6 +213,29 @@ def _reference(how, slots, q, kv, sink):
     return lax.map(lambda entry: attend(entry[0], rows, entry[1], sink, how.scale, how.value_dim), (q, ids))
 
 
+def _within(runs, kv_len) -> Runs:
+    """The runs less the ids outside [0, kv_len) and beyond their width."""
+
+    def cut(start, count):
+        start, end = jnp.clip(start, -kv_len, kv_len), jnp.clip(count, 0, kv_len)
+        start, end = start.astype(jnp.int32), start.astype(jnp.int32) + end.astype(jnp.int32)
+        first = jnp.maximum(start, 0)
+        return first, jnp.maximum(jnp.minimum(end, kv_len) - first, 0)
+
+    near_start, near_count = cut(runs.near_start, runs.near_count)
+    far_start, far_count = cut(runs.far_start, runs.far_count)
+    near_count = jnp.minimum(near_count, runs.width)
+    return Runs(near_start, near_count, far_start, jnp.minimum(far_count, runs.width - near_count), runs.width)
+
+
+def _numbered_through(runs, kv_len) -> RunSlots:
+    batch = runs.near_start.shape[0]
+    base = (np.arange(batch, dtype=np.int32) * np.int32(kv_len))[:, None]
+    far = runs.far_start + base - runs.near_count
+    rows = jnp.stack([runs.near_start + base, runs.near_count, far, runs.near_count + runs.far_count], axis=-1)
+    return RunSlots(rows.reshape(-1, 4), runs.width, batch * kv_len)
+
+
 def _per_query(topk_length):
     return None if topk_length is None else jnp.clip(topk_length, 0, 2**31 - 1).astype(jnp.int32).reshape(-1)
 
@@ -210,13 +251,27 @@ def _empty_as_minus_one(index, kv_len, topk_length) -> Int32[Array, "batch token
 
 def _check(q, kv, index, sink, topk_length, value_dim, backend):
     check_backend(backend)
-    ranks = {"q": (q, 4), "kv": (kv, 3), "index": (index, 3), "sink": (sink, 1)}
+    if isinstance(index, Runs):
+        if topk_length is not None:
+            raise ValueError("topk_length: got one beside Runs, which have counts; wanted None")
+        if index.width < 0:
+            raise ValueError(f"index.width: got {index.width}, wanted at least 0")
+        fields = ("near_start", "near_count", "far_start", "far_count")
+        tables = {f"index.{field}": getattr(index, field) for field in fields}
+        of_query = ()
+    else:
+        if backend == "structured":
+            raise ValueError("index: got a table, wanted kv_index.Runs for the backend 'structured'")
+        tables = {"index": index}
+        of_query = index.shape[2:]
+    ranks = {"q": (q, 4), "kv": (kv, 3), "sink": (sink, 1)}
+    ranks |= {name: (x, 2 if isinstance(index, Runs) else 3) for name, x in tables.items()}
     for name, (x, rank) in ranks.items():
         if x.ndim != rank:
             raise ValueError(f"{name}: got shape {x.shape}, wanted {rank} axes")
     batch, tokens, heads, head_dim = q.shape
-    wanted = {"kv": (kv, (batch, kv.shape[1], head_dim)), "index": (index, (batch, tokens, index.shape[2]))}
-    wanted["sink"] = (sink, (heads,))
+    wanted = {"kv": (kv, (batch, kv.shape[1], head_dim)), "sink": (sink, (heads,))}
+    wanted |= {name: (x, (batch, tokens, *of_query)) for name, x in tables.items()}
     if topk_length is not None:
         wanted["topk_length"] = (topk_length, (batch, tokens))
     for name, (x, shape) in wanted.items():
@@ -225,7 +280,7 @@ def _check(q, kv, index, sink, topk_length, value_dim, backend):
     for name, x in {"q": q, "kv": kv, "sink": sink}.items():
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name}: got dtype {x.dtype}, wanted floating point")
-    for name, x in {"index": index, "topk_length": topk_length}.items():
+    for name, x in {**tables, "topk_length": topk_length}.items():
         if x is not None and not jnp.issubdtype(x.dtype, jnp.integer):
             raise TypeError(f"{name}: got dtype {x.dtype}, wanted an integer type")
     if value_dim is not None:

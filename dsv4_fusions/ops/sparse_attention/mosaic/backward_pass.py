@@ -22,7 +22,7 @@ from dsv4_fusions import dispatch
 from dsv4_fusions.mosaic import tiled
 from dsv4_fusions.ops.sparse_attention.mosaic.gather import BLOCK
 from dsv4_fusions.ops.sparse_attention.mosaic.launch import HEADS, LAYOUT, LOG2E, PER_HEAD, PER_SLOT, Launch
-from dsv4_fusions.ops.sparse_attention.slots import Slots
+from dsv4_fusions.ops.sparse_attention.slots import RunSlots, Slots
 from dsv4_fusions.ops.sparse_attention.sum_rows import add_rows
 
 CONTRIBUTIONS_BYTES = 2**30
@@ -32,7 +32,7 @@ _CHUNK = 64  # channels of contributions that are computed at a time
 _SHARED_BYTES = 225 * 1024  # that may be asked for in matrices, of Hopper's 227 KiB
 
 
-def backward(q, kv, slots: Slots, sink, out, lse, g, *, scale: float):
+def backward(q, kv, slots: Slots | RunSlots, sink, out, lse, g, *, scale: float):
     """Gradients of `forward`.
 
     Args:
@@ -51,7 +51,7 @@ def backward(q, kv, slots: Slots, sink, out, lse, g, *, scale: float):
     weight = jnp.where(sink == -jnp.inf, 0.0, jnp.exp2(sink * np.float32(LOG2E) - lse))
     d_sink = -jnp.sum(weight * delta, axis=0)
 
-    slots = slots.flat(BLOCK)
+    slots = slots.flat(BLOCK)  # the sum needs a table anyway
     slot_bytes = heads // HEADS * slots.ids.shape[1] * head_dim * q.dtype.itemsize
     count = -(-tokens // max(1, CONTRIBUTIONS_BYTES // slot_bytes))
     at_once = -(-tokens // count)
@@ -106,7 +106,7 @@ class _Backward(Launch):
         }
         if self.staged:
             scratch["staging"] = pair
-        operands = {"q": self.q, "kv": kv, "g": self.g, "first": first[None], "length": None} | self.per_token
+        operands = {"q": self.q, "kv": kv, "g": self.g, "first": first[None]} | self.per_token
         return self.run("sparse_attention_backward", operands, outs, scratch)
 
     def tokens_to_do(self, memory):

@@ -16,10 +16,10 @@ from dsv4_fusions import dispatch
 from dsv4_fusions.mosaic import divmod_
 from dsv4_fusions.ops.sparse_attention.mosaic.gather import BLOCK
 from dsv4_fusions.ops.sparse_attention.mosaic.launch import HEADS, LAYOUT, LOG2E, PER_HEAD, PER_SLOT, Launch
-from dsv4_fusions.ops.sparse_attention.slots import Slots
+from dsv4_fusions.ops.sparse_attention.slots import RunSlots, Slots
 
 
-def forward(q, kv, slots: Slots, sink, *, scale: float, value_dim: int):
+def forward(q, kv, slots: Slots | RunSlots, sink, *, scale: float, value_dim: int):
     """Attention of every query to the rows in its slots.
 
     Args:
@@ -38,7 +38,7 @@ def forward(q, kv, slots: Slots, sink, *, scale: float, value_dim: int):
         "out": jax.ShapeDtypeStruct((*q.shape[:2], value_dim), q.dtype),
         "lse": jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
     }
-    operands = {"q": q, "kv": kv, "sink": sink, "ids": slots.ids, "length": slots.length}
+    operands = {"q": q, "kv": kv, "sink": sink}
     return _Forward(q, slots, value_dim, scale).run("sparse_attention", operands, outs, {})
 
 

@@ -11,7 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dsv4_fusions import dispatch
-from dsv4_fusions.mosaic import tiled
+from dsv4_fusions.mosaic import divmod_, tiled
+from dsv4_fusions.ops.sparse_attention.slots import RunSlots, Slots
 
 BLOCK = 64
 """Slots that are gathered at a time."""
@@ -24,44 +25,101 @@ _ROWS_SHAPE = (128 * _ROWS_PER_THREAD,)
 _ROWS = plgpu.Layout.WG_STRIDED(_ROWS_SHAPE, vec_size=_ROWS_PER_THREAD)
 
 
-def fetch_rows(ids_ref, token, first, length, base, limit):
-    """The row of each of a block's slots, from `first` on, or -1 where there is none."""
+class TableRows:
+    """The rows of blocks of slots, from a table of ids."""
+
+    def __init__(self, slots: Slots):
+        self.slots = slots
+        self.operands = {"ids": slots.ids, "length": slots.length}
+
+    def count(self, memory, token):
+        """How many slots of a token are looked at."""
+        topk = np.int32(self.slots.shape[1])
+        return topk if memory.length is None else jnp.clip(memory.length[token], 0, topk)
+
+    def of_token(self, memory, token):
+        """fetch(first): the rows of the token's slots from `first` on, a block of them, -1 for an empty one."""
+        limit = np.int32(self.slots.rows_per_entry)
+        ids_ref, count = memory.ids, self.count(memory, token)
+        base = divmod_(token, self.slots.tokens_per_entry)[0] * limit
+
+        def simulate(first):
+            def add(i, rows):
+                row = ids_ref[token, jnp.minimum(first + i, ids_ref.shape[1] - 1)]
+                is_row = (first + i < count) & (row >= 0) & (row < limit)
+                return rows.at[i].set(jnp.where(is_row, row + base, -1))
+
+            return lax.fori_loop(0, BLOCK, add, jnp.zeros(BLOCK, jnp.int32))
+
+        def emit(op, slot, ids, first, token, count, base):
+            start = op.muli(op.extui(_integer(64), token), op.constant(_integer(64), ids_ref.shape[1]))
+            is_there = op.cmpi(op.CmpIPredicate.slt, slot, count)
+            at = op.addi(start, op.extui(_integer(64), op.select(is_there, slot, first)))
+            row = _load(ids, at)
+            # Unsigned, a negative id is above every limit.
+            is_row = op.cmpi(op.CmpIPredicate.ult, row, op.constant(_integer(32), int(limit)))
+            return op.select(op.andi(is_there, is_row), op.addi(row, base), op.constant(_integer(32), -1))
+
+        return lambda first: _rows_of_block(simulate, emit, [ids_ref], [first, token, count, base])
+
+
+class RunRows:
+    """The rows of blocks of slots, worked out from two runs; the interface is that of `TableRows`."""
+
+    def __init__(self, slots: RunSlots):
+        self.slots = slots
+        self.operands = {"runs": slots.runs}
+
+    def count(self, memory, token):
+        return memory.runs[token, 3]
+
+    def of_token(self, memory, token):
+        near, near_count, far, count = (memory.runs[token, i] for i in range(4))
+
+        def simulate(first):
+            slot = first + jnp.arange(BLOCK, dtype=jnp.int32)
+            return jnp.where(slot < count, slot + jnp.where(slot < near_count, near, far), -1)
+
+        def emit(op, slot, _, near, near_count, far, count):
+            is_near = op.cmpi(op.CmpIPredicate.slt, slot, near_count)
+            row = op.addi(slot, op.select(is_near, near, far))
+            is_there = op.cmpi(op.CmpIPredicate.slt, slot, count)
+            return op.select(is_there, row, op.constant(_integer(32), -1))
+
+        return lambda first: _rows_of_block(simulate, emit, [], [first, near, near_count, far, count])
+
+
+def _rows_of_block(simulate, emit, refs, scalars):
+    """The rows of the slots from scalars[0] on.
+
+    Args:
+      simulate: of the first slot, gives those of the block.
+      emit: of MLIR's arithmetic operations, a slot, `refs` and `scalars`, gives that slot's.
+      refs: to device memory.
+      scalars: int32, the same in all threads.
+    """
     if dispatch.interpreting():
-
-        def fetch_row(i, rows):
-            slot = first + i
-            row = ids_ref[token, jnp.minimum(slot, ids_ref.shape[1] - 1)]
-            return rows.at[i].set(jnp.where((slot < length) & (row >= 0) & (row < limit), row + base, -1))
-
-        return lax.fori_loop(0, BLOCK, fetch_row, jnp.zeros(BLOCK, jnp.int32))
+        return simulate(scalars[0])
     from jax.experimental.mosaic import gpu as mgpu
-    from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, llvm, vector
+    from jaxlib.mlir.dialects import arith, vector
 
+    types = [plgpu.RefType()] * len(refs) + [plgpu.Layout.WG_SPLAT] * len(scalars)
     result = plgpu.ShapeDtypeStruct(_ROWS_SHAPE, jnp.int32, layout=_ROWS)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * 4), return_type=result)
-    def fetch(_, ids, token, first, length, base):
-        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
-        token, first, length, base = (x.registers.item() for x in (token, first, length, base))
-        table = _global_pointer(utils.memref_ptr(ids))
-        start = arith.muli(arith.extui(i64, token), arith.constant(i64, ids_ref.shape[1]))
+    @plgpu.inline_mgpu(arg_types=types, return_type=result)
+    def fetch(_, *args):
+        refs_in, values = args[: len(refs)], [x.registers.item() for x in args[len(refs) :]]
+        first = arith.addi(values[0], _place()[0])
         rows = []
         for i in range(_ROWS_PER_THREAD):
-            slot = arith.addi(first, arith.addi(_place()[0], arith.constant(i32, i * _ROWS_AT_ONCE)))
-            is_there = arith.cmpi(arith.CmpIPredicate.slt, slot, length)
-            at = arith.addi(start, arith.extui(i64, arith.select(is_there, slot, first)))
-            row = llvm.load(i32, utils.getelementptr(table, [at], i32))
-            # Unsigned, a negative id is above every limit.
-            is_row = arith.cmpi(arith.CmpIPredicate.ult, row, arith.constant(i32, limit))
-            is_row = arith.andi(is_there, is_row)
-            rows.append(arith.select(is_row, arith.addi(row, base), arith.constant(i32, -1)))
-        packed = vector.from_elements(ir.VectorType.get((len(rows),), i32), rows)
+            slot = arith.addi(first, arith.constant(_integer(32), i * _ROWS_AT_ONCE))
+            rows.append(emit(arith, slot, *refs_in, *values))
+        packed = vector.from_elements(ir.VectorType.get((len(rows),), _integer(32)), rows)
         registers = np.array([packed], dtype=object)
         return mgpu.FragmentedArray(_registers=registers, _layout=_ROWS.to_mgpu(), _is_signed=True)
 
-    return fetch(ids_ref, token, first, length, base)
+    return fetch(*refs, *scalars)
 
 
 def start_copies(rows, kv_ref, tiles, rows_tile):
@@ -79,14 +137,13 @@ def start_copies(rows, kv_ref, tiles, rows_tile):
         rows_tile[...] = rows
         return
     from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
     tile_type = plgpu.RefType(tiled(kv_ref.dtype))
 
     @plgpu.inline_mgpu(arg_types=(_ROWS, plgpu.RefType(), plgpu.RefType(), *[tile_type] * len(tiles)))
     def copy(_, rows, kv, rows_tile, *tile_refs):
-        i8, i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (8, 32, 64))
+        i8, i32, i64 = map(_integer, (8, 32, 64))
         constant = lambda value: arith.constant(i32, value)  # noqa: E731
         row_in_16, chunk = _place()
         # A tile of a matrix is cells of 8 rows x 128 bytes, one after the other along the channels first. In row r of a
@@ -148,12 +205,26 @@ def finish_copies():
 def _place():
     """(row of 16, 16 bytes of 128) that this thread copies."""
     from jax.experimental.mosaic.gpu import utils
-    from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith
 
-    constant = lambda value: arith.constant(ir.IntegerType.get_signless(32), value)  # noqa: E731
+    constant = lambda value: arith.constant(_integer(32), value)  # noqa: E731
     thread = arith.remui(utils.thread_idx(), constant(128))
     return arith.divui(thread, constant(8)), arith.remui(thread, constant(8))
+
+
+def _integer(bits):
+    from jaxlib.mlir import ir
+
+    return ir.IntegerType.get_signless(bits)
+
+
+def _load(ref, at):
+    """The int32 element of a ref to device memory that stands at an offset."""
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir.dialects import llvm
+
+    pointer = _global_pointer(utils.memref_ptr(ref))
+    return llvm.load(_integer(32), utils.getelementptr(pointer, [at], _integer(32)))
 
 
 def _global_pointer(pointer):

@@ -15,7 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dsv4_fusions import dispatch
 from dsv4_fusions.mosaic import divmod_, over_few_entries, tiled
-from dsv4_fusions.ops.sparse_attention.mosaic.gather import BLOCK, fetch_rows, finish_copies, start_copies
+from dsv4_fusions.ops.sparse_attention.mosaic.gather import BLOCK, RunRows, TableRows, finish_copies, start_copies
+from dsv4_fusions.ops.sparse_attention.slots import RunSlots
 
 HEADS = 64
 """Heads of an item."""
@@ -40,8 +41,9 @@ class Launch:
 
     def __init__(self, q, slots, value_dim):
         self.dtype, self.head_dim, self.value_dim = q.dtype, q.shape[2], value_dim
-        self.tokens, self.topk = slots.ids.shape
-        self.slots, self.half = slots, value_dim // 2
+        self.tokens, self.topk = slots.shape
+        self.rows = RunRows(slots) if isinstance(slots, RunSlots) else TableRows(slots)
+        self.half = value_dim // 2
         self.groups = q.shape[1] // HEADS
         self.grid = min(self.tokens * self.groups, 2 if dispatch.interpreting() else dispatch.target().cores or 132)
         self.pieces = [self.half, self.half] + [self.head_dim - value_dim] * (self.head_dim > value_dim)
@@ -55,7 +57,7 @@ class Launch:
 
         Args:
           name: the kernel's.
-          operands: arrays by name, None for one that is not there: `q`, `kv`, `ids`, `length` and the kernel's own.
+          operands: arrays by name, `q`, `kv` and the kernel's own; those that say which rows to read are added.
           outs: shapes and dtypes of outputs by name.
           scratch: shared memory and barriers of the kernel's own by name.
 
@@ -74,6 +76,7 @@ class Launch:
         }
         if len(self.pieces) > 2:
             scratch["tails"] = matrices(1 + self.stages, self.pieces[2])
+        operands = operands | self.rows.operands
         there = [key for key, value in operands.items() if value is not None]
 
         def entry(*refs):
@@ -118,7 +121,7 @@ class Launch:
         def step(i, before):
             token, group = divmod_(sm + i * np.int32(self.grid), self.groups)
             # An item without slots has one empty block.
-            blocks = jnp.maximum(divmod_(self._length(memory, token) + np.int32(BLOCK - 1), BLOCK)[0], 1)
+            blocks = jnp.maximum(divmod_(self.rows.count(memory, token) + np.int32(BLOCK - 1), BLOCK)[0], 1)
             body(i, token, group * np.int32(HEADS), blocks, before)
             return before + blocks
 
@@ -133,16 +136,11 @@ class Launch:
         """The token of `q` that the table begins with."""
         return np.int32(0)
 
-    def _length(self, memory, token):
-        topk = np.int32(self.topk)
-        return topk if memory.length is None else jnp.clip(memory.length[token], 0, topk)
-
     def _gather(self, memory, shared):
         plgpu.set_max_registers(40, action="decrease")
 
         def gather_item(i, token, head, blocks, before):
-            length = self._length(memory, token)
-            base = divmod_(token, self.slots.tokens_per_entry)[0] * np.int32(self.slots.rows_per_entry)
+            fetch = self.rows.of_token(memory, token)
 
             def load_item():
                 pl.when(i > 0)(lambda: plgpu.barrier_wait(shared.item_done))
@@ -160,7 +158,7 @@ class Launch:
                 seen = before + j
                 stage = divmod_(seen, self.stages)[1]
                 # Ahead of the wait, which hides the latency of reading the table.
-                rows = fetch_rows(memory.ids, token, j * np.int32(BLOCK), length, base, self.slots.rows_per_entry)
+                rows = fetch(j * np.int32(BLOCK))
                 pl.when(seen >= self.stages)(lambda: plgpu.barrier_wait(shared.consumed.at[stage]))
                 start_copies(rows, memory.kv, shared.block(stage), shared.rows.at[stage])
                 # Not ahead of the first rows: the last item still needs its own while they are on their way.
