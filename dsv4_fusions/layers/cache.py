@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import numpy as np
 from jaxtyping import Array, Float, Int32
 
 
@@ -46,6 +47,15 @@ def put_rows(
 ) -> Float[Array, "batch rows channels"]:
     """`rows` with the new ones at their positions; those behind the last row drop."""
     return rows.at[:, position].set(new, mode="drop", unique_indices=True)
+
+
+def check_sizes(batch: int, max_length: int) -> None:
+    """Raises unless both are Python or NumPy integers of at least 0; the arguments of every `init_cache`."""
+    for name, size in (("batch", batch), ("max_length", max_length)):
+        if isinstance(size, bool) or not isinstance(size, int | np.integer):
+            raise TypeError(f"{name}: got {type(size).__name__}, wanted an integer")
+        if size < 0:
+            raise ValueError(f"{name}: got {size}, wanted at least 0")
 
 
 def check_cache(

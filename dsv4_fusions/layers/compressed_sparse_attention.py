@@ -17,7 +17,7 @@ from dsv4_fusions.kv_index import (
     window_index,
     window_run,
 )
-from dsv4_fusions.layers.cache import AttentionCache, check_cache, put_rows
+from dsv4_fusions.layers.cache import AttentionCache, check_cache, check_sizes, put_rows
 from dsv4_fusions.layers.compressor import Compressor
 from dsv4_fusions.layers.indexer import Indexer, indexer_loss
 from dsv4_fusions.layers.rotary import layer_tables, token_positions
@@ -142,6 +142,7 @@ class CompressedSparseAttention(Switches, nnx.Module):
         Returns:
           The cache, in the compute dtype.
         """
+        check_sizes(batch, max_length)
         cfg, dtype = self.cfg, jnp.dtype(self.cfg.dtype)
         rows = max_length if self.ratio == -1 else cfg.sliding_window - 1
         return AttentionCache(

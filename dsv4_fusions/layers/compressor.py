@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int, Int32
 
 from dsv4_fusions.config import HCA_RATIO, DSv4Config
 from dsv4_fusions.documents import CompressedGroups
-from dsv4_fusions.layers.cache import CompressorCache
+from dsv4_fusions.layers.cache import CompressorCache, check_sizes
 from dsv4_fusions.layers.projections import linear, rms_norm
 from dsv4_fusions.layers.rotary import hadamard, layer_tables, rotate_row, token_positions
 
@@ -98,6 +98,7 @@ class Compressor(nnx.Module):
 
     def init_cache(self, batch: int, max_length: int) -> CompressorCache:
         """An empty cache for sequences of up to `max_length` tokens."""
+        check_sizes(batch, max_length)
         before = (2 if self.overlap else 1) * self.ratio - 1
         zeros = lambda *shape: jnp.zeros((batch, *shape), jnp.dtype(self.cfg.dtype))  # noqa: E731
         width = self.ape.shape[-1]

@@ -121,12 +121,12 @@ def indexer_loss(
       cfg: the configuration.
       divergence: from `Indexer`.
       is_valid: tokens that are no padding; None: all.
-      loss_mask: which of them count, as numbers or bools; None: all.
+      loss_mask: which of them count, as numbers or bools; None: all. A number below 0 is 0.
     """
     mask = jnp.ones_like(divergence)
     for factor in (is_valid, loss_mask):
         if factor is not None:
-            mask = mask * factor.astype(jnp.float32)
+            mask = mask * jnp.maximum(factor.astype(jnp.float32), 0.0)
     # Chosen, not multiplied away: what padding holds may be NaN.
     total = jnp.sum(jnp.where(mask > 0, divergence, 0.0) * mask)
     weight = jnp.sum(mask)

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from dsv4_fusions.config import LATENT_RATIO, DSv4Config
 from dsv4_fusions.documents import from_segment_ids
 from dsv4_fusions.kv_index import causal_index, joined, latent_candidates, range_index, selected_index, window_index
-from dsv4_fusions.layers.cache import AttentionCache, check_cache, put_rows
+from dsv4_fusions.layers.cache import AttentionCache, check_cache, check_sizes, put_rows
 from dsv4_fusions.layers.indexer import Indexer, indexer_loss
 from dsv4_fusions.layers.projections import check_input, gated, linear, recomputed, rms_norm, without_padding
 from dsv4_fusions.layers.rotary import layer_tables, rotate_row, token_positions
@@ -156,6 +156,7 @@ class MQALatentAttention(Switches, nnx.Module):
         Returns:
           The cache, in the compute dtype.
         """
+        check_sizes(batch, max_length)
         cfg = self.cfg
         zeros = lambda width: jnp.zeros((batch, max_length, width), jnp.dtype(cfg.dtype))  # noqa: E731
         keys = zeros(cfg.index_head_dim) if self.selects else None

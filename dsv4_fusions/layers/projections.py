@@ -53,7 +53,19 @@ def without_padding(x: Array, boundaries: DocumentBoundaries | None) -> Array:
 
 
 def check_input(cfg: DSv4Config, x, segment_ids=None, loss_mask=None) -> None:
-    """Raises ValueError unless x is [batch, tokens, hidden] and the others have one entry for each of its tokens."""
+    """Raises unless x is [batch, tokens, hidden] and the others have one entry for each of its tokens.
+
+    Raises:
+      TypeError: no array, x not floating point, or a mask of complex numbers.
+      ValueError: another shape.
+    """
+    for name, array in (("x", x), ("segment_ids", segment_ids), ("loss_mask", loss_mask)):
+        if not hasattr(array, "ndim") and not (array is None and name != "x"):
+            raise TypeError(f"{name}: got {type(array).__name__}, wanted an array")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x: got dtype {x.dtype}, wanted floating point")
+    if loss_mask is not None and jnp.issubdtype(loss_mask.dtype, jnp.complexfloating):
+        raise TypeError(f"loss_mask: got dtype {loss_mask.dtype}, wanted bools or real numbers")
     if x.ndim != 3 or x.shape[-1] != cfg.hidden_size:
         raise ValueError(f"x: got shape {x.shape}, wanted [batch, tokens, {cfg.hidden_size}]")
     for name, array, what in (("segment_ids", segment_ids, "id"), ("loss_mask", loss_mask, "weight")):

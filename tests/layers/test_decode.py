@@ -224,3 +224,17 @@ def test_twin_decodes_the_same_bits(model, unfused):
     )
     step = lambda _, ids, cache: decode(params, ids, cache)  # noqa: E731
     assert_trees_bitwise_equal(unfused, in_two_calls(step, Step), names=("nnx", "linen"))
+
+
+@pytest.mark.parametrize("ratio", [-2, -1, 0, 4, 128])
+def test_sizes_of_a_cache_are_checked(ratio):
+    layer = random_layer(small_config(compress_ratios=(ratio,) * 3))
+    for sizes, error, message in (
+        ((-1, 8), ValueError, "batch: got -1, wanted at least 0"),
+        ((2, -5), ValueError, "max_length: got -5, wanted at least 0"),
+        ((2, 8.0), TypeError, "max_length: got float, wanted an integer"),
+        ((True, 8), TypeError, "batch: got bool, wanted an integer"),
+    ):
+        with pytest.raises(error, match=message):
+            layer.init_cache(*sizes)
+    assert layer.init_cache(0, 0).kv.shape[0] == 0

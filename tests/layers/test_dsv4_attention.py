@@ -30,7 +30,7 @@ from layers.common import flipped, make_input, make_layer, run, small_config
 
 from dsv4_fusions import dispatch
 from dsv4_fusions.config import DSv4Config
-from dsv4_fusions.layers import DSv4HybridSelfAttention
+from dsv4_fusions.layers import DSv4HybridSelfAttention, attention_layer
 from dsv4_fusions.testing import assert_trees_bitwise_equal
 
 BITWISE = {
@@ -567,3 +567,25 @@ def test_empty_inputs(shape, layer_index):
     for segment_ids in (None, jnp.zeros(shape, jnp.int32)):
         y, pull = jax.vjp(lambda layer, x, s=segment_ids: layer(x, s)[0], layer, x)
         assert y.shape == pull(y)[1].shape == x.shape
+
+
+@pytest.mark.parametrize("ratio", [-2, 128])
+def test_inputs_of_another_kind_are_refused(ratio):
+    layer = nnx.eval_shape(lambda: attention_layer(small_config(compress_ratios=(ratio,) * 3), 0, rngs=nnx.Rngs(0)))
+    x = jax.ShapeDtypeStruct((2, 8, 24), jnp.float32)
+    refusals = [
+        ((x, [[1] * 8] * 2), {}, "segment_ids: got list, wanted an array"),
+        ((None,), {}, "x: got NoneType, wanted an array"),
+        (([[0.0] * 24],), {}, "x: got list, wanted an array"),
+        ((jax.ShapeDtypeStruct((2, 8, 24), jnp.complex64),), {}, "x: got dtype complex64, wanted floating point"),
+        ((jax.ShapeDtypeStruct((2, 8, 24), jnp.int32),), {}, "x: got dtype int32, wanted floating point"),
+        ((x,), {"loss_mask": [1, 0]}, "loss_mask: got list, wanted an array"),
+        (
+            (x,),
+            {"loss_mask": np.ones((2, 8), complex)},
+            "loss_mask: got dtype complex128, wanted bools or real numbers",
+        ),
+    ]
+    for args, kwargs, message in refusals:
+        with pytest.raises(TypeError, match=message):
+            layer(*args, **kwargs)

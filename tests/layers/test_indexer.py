@@ -219,6 +219,14 @@ def test_tokens_that_do_not_count_may_be_nan():
     assert indexer_loss(CFG, jnp.full((3, 24), jnp.nan), jnp.zeros((3, 24), bool), None) == 0
 
 
+def test_a_loss_mask_below_0_is_0():
+    """It counts neither in the sum nor in what the sum is divided by."""
+    divergence = jnp.array([[1.0, 2.0, 4.0]])
+    for mask in ([1.0, -3.0, 0.5], [1.0, 0.0, 0.5]):
+        loss = indexer_loss(CFG, divergence, None, jnp.array([mask]))
+        np.testing.assert_allclose(loss, CFG.indexer_loss_coeff * (1.0 + 0.5 * 4.0) / 1.5, rtol=1e-6)
+
+
 @pytest.mark.parametrize("ratio", [4, -2])
 @pytest.mark.parametrize("shape", [(2, 7), (8,), (2, 8, 1)], ids=str)
 def test_loss_mask_of_another_shape_is_refused(ratio, shape):
