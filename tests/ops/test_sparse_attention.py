@@ -624,6 +624,43 @@ def test_a_padded_head_gives_no_gradient_and_no_nan():
     assert_close((out[:, :, :2], dq[:, :, :2], dkv, d_sink[:2]), oracle(case))
 
 
+# --- the denominators -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sink", [None, -np.inf, 1e4])
+def test_lse_is_the_logarithm_of_the_denominator(sink):
+    case = make_case()
+    case.index[0, 1] = -1
+    sinks = case.sink if sink is None else np.full_like(case.sink, sink)
+    out, lse = sparse_attention(case.q, case.kv, case.index, sinks, return_lse=True)
+    assert_trees_bitwise_equal(out, sparse_attention(case.q, case.kv, case.index, sinks))
+    assert lse.dtype == jnp.float32 and lse.shape == case.q.shape[:3]
+    for b, t, h in np.ndindex(lse.shape):
+        logits = [case.q[b, t, h] @ case.kv[b, i] / 2 for i in case.index[b, t] if i >= 0] + [sinks[h]]
+        np.testing.assert_allclose(lse[b, t, h], np.logaddexp.reduce(np.float64(logits)), rtol=1e-6)
+    assert sparse_attention(case.q[:, :0], case.kv, case.index[:, :0], sinks, return_lse=True)[1].shape == (3, 0, 2)
+    empty = sparse_attention(case.q, case.kv, case.index[..., :0], sinks, return_lse=True)[1]
+    np.testing.assert_array_equal(empty, np.broadcast_to(sinks, lse.shape))
+
+
+@pytest.mark.parametrize("backend", ["flat", "batched"])
+def test_partial_results_merge_by_lse(backend):
+    """Outputs and gradients of two halves of the slots, the sink in one of them, are those of all slots."""
+    case = make_case(topk=12)
+    case.index[1, 2, 6:] = -1
+    no_sink = np.full_like(case.sink, -np.inf)
+
+    def merged(q, kv, sink):
+        attend = partial(sparse_attention, q, kv, backend=backend, return_lse=True)
+        (a, lse_a), (b, lse_b) = attend(case.index[..., :6], sink), attend(case.index[..., 6:], no_sink)
+        lse = jnp.logaddexp(lse_a, lse_b)
+        weigh = lambda x, part: x * jnp.exp(part - lse)[..., None]  # noqa: E731
+        return weigh(a, lse_a) + weigh(b, lse_b)
+
+    out, transpose = jax.vjp(merged, case.q, case.kv, case.sink)
+    assert_close((out, *transpose(case.d_out)), oracle(case))
+
+
 # --- runs in place of a table ---------------------------------------------------------------------------------------
 
 

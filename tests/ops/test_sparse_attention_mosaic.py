@@ -115,6 +115,20 @@ def test_gradients_are_the_references(case):
     assert_gradients_close(got, args, **kwargs)
 
 
+def test_lse_and_its_gradients():
+    """Heads that are padded, a query without rows."""
+    q, kv, index, sink = operands(heads=5, tokens=2, topk=70)
+    args = q, kv, index.at[0, 1].set(-1), sink
+    rng = np.random.default_rng(2)
+    cotangents = jnp.asarray(rng.standard_normal(q.shape), q.dtype), jnp.asarray(rng.standard_normal(q.shape[:3]), "f")
+    out, lse = in_simulator(*args, return_lse=True)
+    assert_close(out, args)
+    wanted = sparse_attention(*args, implementation="xla", return_lse=True)[1]
+    np.testing.assert_allclose(lse, wanted, rtol=1e-5, atol=1e-5)
+    got = gradients_in_simulator(*args, cotangents, return_lse=True)
+    assert_gradients_close(got, (*args, cotangents), return_lse=True)
+
+
 def test_contributions_are_the_same_through_the_tiles_of_the_block(monkeypatch):
     args = with_cotangent(*operands(tokens=2, topk=70))
     got = gradients_in_simulator(*args)

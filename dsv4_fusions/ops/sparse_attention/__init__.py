@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from dsv4_fusions import dispatch
 from dsv4_fusions.kv_index import Runs
@@ -46,7 +46,11 @@ def sparse_attention(
     topk_length: Int[Array, "batch tokens"] | None = None,
     fuse_kv_index_remap: bool = False,
     implementation: str | None = None,
-) -> Float[Array, "batch tokens heads value_dim"]:
+    return_lse: bool = False,
+) -> (
+    Float[Array, "batch tokens heads value_dim"]
+    | tuple[Float[Array, "batch tokens heads value_dim"], Float32[Array, "batch tokens heads"]]
+):
     """Multi-query attention over the listed rows only; a row is a key, and its leading channels are the value.
 
     A query whose slots are all empty gets zeros. Scores and sums are f32 whatever the dtypes. The reference multiplies
@@ -73,10 +77,13 @@ def sparse_attention(
       fuse_kv_index_remap: with "flat", number the rows through by the fused op instead of step by step. Changes no bit.
       implementation: "mosaic", kernels for forward and backward, runs on compute capability 9.0, with q and kv of one
         16-bit type, rows of a multiple of 64 channels up to 576 and values of a multiple of 128, for "flat" and
-        "batched"; "xla" is the reference; None picks the first of them that can serve.
+        "batched" and "structured"; "xla" is the reference; None picks the first of them that can serve.
+      return_lse: also return the logarithms of the softmax's denominators, which have gradients as well. Partial
+        results over disjoint rows are merged with them.
 
     Returns:
-      Output in q's dtype.
+      Output in q's dtype; with return_lse a tuple of it and the natural logarithm of
+      sum_j exp(scale * q . kv_j) + exp(sink), f32, -inf where there is neither a row nor a sink.
 
     Raises:
       ValueError: shapes that do not fit together, a value_dim outside 1 to head_dim, an unknown backend, "structured"
@@ -96,7 +103,8 @@ def sparse_attention(
         q.dtype, kv.dtype, head_dim, value_dim, batch * kv_len, backend=backend, implementation=implementation
     )
     if 0 in (*q.shape, kv_len, topk):
-        return jnp.zeros_like(q, shape=(batch, tokens, heads, value_dim))
+        out = jnp.zeros_like(q, shape=(batch, tokens, heads, value_dim))
+        return (out, jnp.broadcast_to(jnp.asarray(sink, jnp.float32), out.shape[:3])) if return_lse else out
     scale = head_dim**-0.5 if scale is None else float(scale)
 
     if isinstance(index, Runs):
@@ -116,8 +124,8 @@ def sparse_attention(
         slots = Slots(remap(index, kv_len), _per_query(topk_length), batch * tokens, batch * kv_len)
     else:
         slots = Slots(index.reshape(batch * tokens, topk), _per_query(topk_length), tokens, kv_len)
-    how = _How(scale, value_dim, implementation)
-    return _attend(how, q, kv, slots, sink)
+    out, lse = _attend(_How(scale, value_dim, implementation, return_lse), q, kv, slots, sink)
+    return (out, lse) if return_lse else out
 
 
 def attention_implementation(
@@ -161,6 +169,7 @@ class _How(NamedTuple):
     scale: float
     value_dim: int
     implementation: str
+    with_lse: bool
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -178,23 +187,27 @@ def _attend_fwd(how, q, kv, slots, sink):
     rows = kv.reshape(-1, head_dim)
     out, lse = mosaic.forward(padded, rows, slots, padded_sink, scale=how.scale, value_dim=how.value_dim)
     out = out[:, :heads].reshape(batch, tokens, heads, how.value_dim)
-    return out, (q, kv, slots, sink, out, lse)
+    natural = (lse[:, :heads] / np.float32(mosaic.LOG2E)).reshape(batch, tokens, heads) if how.with_lse else None
+    return (out, natural), (q, kv, slots, sink, out, lse)
 
 
-def _attend_bwd(how, saved, g):
+def _attend_bwd(how, saved, cotangents):
     q, kv, slots, sink, out, lse = saved
     if how.implementation == "xla":
         _, transpose = jax.vjp(partial(_reference, how, slots), q, kv, sink)
-        dq, dkv, d_sink = transpose(g)
+        dq, dkv, d_sink = transpose(cotangents)
         return dq, dkv, None, d_sink
     from dsv4_fusions.ops.sparse_attention import mosaic
 
+    g, g_lse = cotangents
     batch, tokens, heads, head_dim = q.shape
     # A head that is padding has no cotangent: it gives no row a gradient.
     padded = lambda x: pad_heads(x.reshape(batch * tokens, heads, -1), sink, mosaic.HEADS)  # noqa: E731
     (q, padded_sink), (out, _), (g, _) = padded(q), padded(out), padded(g)
+    if g_lse is not None:
+        g_lse = padded(g_lse)[0][..., 0]
     rows = kv.reshape(-1, head_dim)
-    dq, dkv, d_sink = mosaic.backward(q, rows, slots, padded_sink, out, lse, g, scale=how.scale)
+    dq, dkv, d_sink = mosaic.backward(q, rows, slots, padded_sink, out, lse, g, g_lse, scale=how.scale)
     dq = dq[:, :heads].reshape(batch, tokens, heads, head_dim)
     return dq, dkv.astype(kv.dtype).reshape(kv.shape), None, d_sink[:heads]
 
@@ -207,10 +220,11 @@ def _reference(how, slots, q, kv, sink):
     # f32 rows, so that their gradient's sum over blocks is f32 too.
     rows, ids = kv.astype(jnp.float32), slots.ids.reshape(batch, tokens, -1)
     # Blocks that end where batch entries do add in the same order whether the table is flat or not.
+    static = how.scale, how.value_dim, how.with_lse
     if slots.rows_per_entry == kv.shape[1]:
-        return lax.map(lambda entry: attend(*entry, sink, how.scale, how.value_dim), (q, rows, ids))
+        return lax.map(lambda entry: attend(*entry, sink, *static), (q, rows, ids))
     rows = rows.reshape(-1, rows.shape[-1])
-    return lax.map(lambda entry: attend(entry[0], rows, entry[1], sink, how.scale, how.value_dim), (q, ids))
+    return lax.map(lambda entry: attend(entry[0], rows, entry[1], sink, *static), (q, ids))
 
 
 def _within(runs, kv_len) -> Runs:

@@ -30,7 +30,8 @@ def attend(
     sink: Float32[Array, "heads"],
     scale: float,
     value_dim: int,
-) -> Float[Array, "tokens heads value_dim"]:
+    with_lse: bool = False,
+) -> tuple[Float[Array, "tokens heads value_dim"], Float32[Array, "tokens heads"] | None]:
     """Attention of one sequence of queries to the rows that its table names, a block of queries at a time.
 
     Args:
@@ -40,9 +41,10 @@ def attend(
       sink: logit of the sink, finite or -inf (none).
       scale: factor of the scores.
       value_dim: channels of the values.
+      with_lse: whether log Z is wanted.
 
     Returns:
-      Output in q's dtype, rounded once from f32.
+      Output in q's dtype, rounded once from f32; log Z, or None if it is not wanted.
     """
     tokens, heads, head_dim = q.shape
     topk = ids.shape[1]
@@ -53,12 +55,14 @@ def attend(
     q = jnp.pad(q, ((0, padding), (0, 0), (0, 0))).reshape(num_blocks, block, heads, head_dim)
     ids = jnp.pad(ids, ((0, padding), (0, 0)), constant_values=-1).reshape(num_blocks, block, topk)
     # The backward gathers again: saved rows would take tokens * topk * head_dim elements.
-    attend_again = jax.checkpoint(partial(_attend_block, scale=scale, value_dim=value_dim), prevent_cse=False)
-    out = lax.map(lambda block: attend_again(block[0], kv, block[1], sink), (q, ids))
-    return out.reshape(num_blocks * block, heads, value_dim)[:tokens]
+    attend_again = jax.checkpoint(
+        partial(_attend_block, scale=scale, value_dim=value_dim, with_lse=with_lse), prevent_cse=False
+    )
+    results = lax.map(lambda block: attend_again(block[0], kv, block[1], sink), (q, ids))
+    return jax.tree.map(lambda x: x.reshape(num_blocks * block, *x.shape[2:])[:tokens], results)
 
 
-def _attend_block(q, kv, ids, sink, *, scale, value_dim):
+def _attend_block(q, kv, ids, sink, *, scale, value_dim, with_lse):
     rows = gather_rows(kv, ids)
     scores = scale * jnp.einsum("thd,tkd->thk", q.astype(jnp.float32), rows, precision=lax.Precision.HIGHEST)
     scores = jnp.where((ids >= 0)[:, None, :], scores, -jnp.inf)
@@ -67,7 +71,9 @@ def _attend_block(q, kv, ids, sink, *, scale, value_dim):
     peak = jnp.where(peak == -jnp.inf, 0.0, peak)
     weights = jnp.exp(scores - peak[..., None])
     total = weights.sum(-1) + jnp.exp(sink - peak)
-    total = jnp.where(total == 0.0, 1.0, total)
+    is_empty = total == 0.0
+    total = jnp.where(is_empty, 1.0, total)
     values = rows[..., :value_dim]
     out = jnp.einsum("thk,tkd->thd", weights / total[..., None], values, precision=lax.Precision.HIGHEST)
-    return out.astype(q.dtype)
+    lse = jnp.where(is_empty, -jnp.inf, peak + jnp.log(total)) if with_lse else None
+    return out.astype(q.dtype), lse

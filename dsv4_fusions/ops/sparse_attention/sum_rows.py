@@ -1,6 +1,5 @@
 """Sums of contributions to rows, in an order that does not depend on the machine: Pallas Triton."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -30,6 +29,7 @@ def add_rows(
     Returns:
       The sums, each rounded as f32.
     """
+    contributions, ids, total = dispatch.align_manual_axes(contributions, ids, total)
     (count, channels), rows = contributions.shape, total.shape[0]
     keys = jnp.where(ids < 0, np.int32(rows), ids)
     keys, order = lax.sort((keys, jnp.arange(count, dtype=jnp.int32)), num_keys=1, is_stable=True)
@@ -58,11 +58,10 @@ def add_rows(
     add = pl.pallas_call(
         kernel,
         grid=(rows, parts),
-        out_shape=jax.ShapeDtypeStruct(total.shape, total.dtype),
+        out_shape=dispatch.output_type(total.shape, total.dtype, total),
         input_output_aliases={3: 0},
         name="sum_rows",
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=2),
         interpret=dispatch.interpreting(),
     )
-    out = add(starts, order, contributions, total)
-    return dispatch.align_manual_axes(out, total)[0]
+    return add(starts, order, contributions, total)

@@ -1,6 +1,6 @@
 """The backward: five products a block of slots in one kernel, and a sum for each row of keys and values.
 
-For each head h and slot j of a query, with D = sum_c out_c g_c:
+For each head h and slot j of a query, with D = sum_c out_c g_c, less the cotangent of lse:
 
     P_j  = exp(s_j - lse)         dP_j = g . kv_j[:value_dim]       dS_j = scale * P_j (dP_j - D)
     dq   = sum_j dS_j kv_j        contribution to d(kv_j) = sum_h P_j g + dS_j q
@@ -32,13 +32,14 @@ _CHUNK = 64  # channels of contributions that are computed at a time
 _SHARED_BYTES = 225 * 1024  # that may be asked for in matrices, of Hopper's 227 KiB
 
 
-def backward(q, kv, slots: Slots | RunSlots, sink, out, lse, g, *, scale: float):
+def backward(q, kv, slots: Slots | RunSlots, sink, out, lse, g, g_lse=None, *, scale: float):
     """Gradients of `forward`.
 
     Args:
       q, kv, slots, sink, scale: as there.
       out, lse: what it returned.
       g: cotangent of out, in q's dtype.
+      g_lse: cotangent of the natural logarithm that lse is in base 2, [tokens, heads] f32; None: none.
 
     Returns:
       dq: like q.
@@ -47,6 +48,9 @@ def backward(q, kv, slots: Slots | RunSlots, sink, out, lse, g, *, scale: float)
     """
     tokens, heads, head_dim = q.shape
     delta = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=-1)
+    if g_lse is not None:
+        # d lse / d s_j = P_j, so that it enters where D does.
+        delta -= g_lse
     # Of a sink of -inf, lse may be -inf too.
     weight = jnp.where(sink == -jnp.inf, 0.0, jnp.exp2(sink * np.float32(LOG2E) - lse))
     d_sink = -jnp.sum(weight * delta, axis=0)

@@ -23,6 +23,7 @@ HEADS = 64
 LAYOUT = plgpu.Layout.WGMMA
 PER_HEAD, PER_SLOT = LAYOUT.reduce(1), LAYOUT.reduce(0)
 LOG2E = math.log2(math.e)
+"""The kernels work in base 2: exp2 is an instruction."""
 _ZERO = np.int32(0)
 
 
