@@ -2,9 +2,13 @@
 
 import os
 
-# Four simulated devices for the shard_map tests. The flag concerns the CPU alone: where there is a GPU, tests use it.
+# Both flags concern the CPU alone: where there is a GPU, tests use it.
+# Four simulated devices for the shard_map tests.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+# No program is cut into pieces to be compiled in parallel: that is a tenth more work, and the cores are busy anyway.
+if "xla_cpu_parallel_codegen_split_count" not in os.environ["XLA_FLAGS"]:
+    os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
 # Several test processes share one GPU: none may keep memory that it does not use.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
