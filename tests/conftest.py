@@ -21,6 +21,17 @@ hypothesis.settings.register_profile("dsv4_fusions", deadline=None)
 hypothesis.settings.load_profile("dsv4_fusions")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Compiles a test's programs, and its fixtures', quickly unless it is marked `optimised`."""
+    from compilation import quick
+
+    if item.get_closest_marker("optimised") or item.get_closest_marker("gpu"):
+        return (yield)
+    with quick():
+        return (yield)
+
+
 @pytest.fixture
 def faked_target(monkeypatch):
     """Makes programs be traced for faked_target(platform, capability, cores), whatever device there is."""

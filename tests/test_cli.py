@@ -136,6 +136,7 @@ def test_train_prints_losses_beside_the_entropies(write_config, text_file, capsy
         assert name in out
 
 
+@pytest.mark.optimised
 @pytest.mark.smoke
 def test_compare_proves_runs_bitwise_equal(write_config, text_file, capsys):
     assert cli.main(["train", write_config(), "--text", text_file, "--compare"]) == 0
@@ -145,7 +146,10 @@ def test_compare_proves_runs_bitwise_equal(write_config, text_file, capsys):
 
 
 def test_compare_with_every_kind_of_layer(text_file, tmp_path, capsys):
-    """The shipped hybrid's first layers at a tenth of their size, the indexer's loss among what is trained."""
+    """The shipped hybrid's first layers at a tenth of their size, the indexer's loss among what is trained.
+
+    Hardly optimised: as users compile them, these layers' bits are compared one by one (test_verify.py, tests/layers).
+    """
     content = yaml.safe_load((ROOT / "configs" / "small_hybrid.yaml").read_text())
     content["model"] |= {"num_hidden_layers": 3, "compress_ratios": content["model"]["compress_ratios"][:3]}
     content["model"] |= {"hidden_size": 32, "head_dim": 16, "qk_rope_head_dim": 8, "intermediate_size": 32}
@@ -221,6 +225,7 @@ def test_compare_needs_every_fusion_in_some_layer(write_config, text_file, capsy
     assert "fuse_kv_index_remap is not active in any layer" in out and "batch 1" in out
 
 
+@pytest.mark.optimised
 def test_metrics_hold_every_step_to_the_bit(train, tmp_path, monkeypatch):
     runs = []
     monkeypatch.setattr(loop, "train", lambda *args, train=loop.train: runs.append(train(*args)) or runs[-1])
@@ -599,6 +604,7 @@ def test_runs_as_a_module():
     assert "train" in result.stdout and "verify" in result.stdout
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_the_shipped_model_learns_real_text(capsys):
     """With half the steps of `make train`, and both fusions on, well below the unigram entropy of 3.26 nats."""

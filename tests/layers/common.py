@@ -2,6 +2,7 @@
 
 import functools
 
+import compilation
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,12 +75,13 @@ def small_config(**changes) -> DSv4Config:
 
 def make_layer(cfg, layer_index=0, seed=42, **switches) -> DSv4HybridSelfAttention:
     """A layer whose postmix matrix is no identity: with V = 0 every sum over heads would have a single term."""
-    layer = DSv4HybridSelfAttention(cfg, layer_index, rngs=nnx.Rngs(seed), **switches)
-    if cfg.use_vha_attention:
-        keys = jax.random.split(jax.random.key(43))
-        for key, param in zip(keys, (layer.postmix_u, layer.postmix_v), strict=True):
-            values = 0.05 * jax.random.normal(key, param[...].shape)
-            param[...] = values.astype(jnp.bfloat16).astype(param[...].dtype)
+    with compilation.quick():
+        layer = DSv4HybridSelfAttention(cfg, layer_index, rngs=nnx.Rngs(seed), **switches)
+        if cfg.use_vha_attention:
+            keys = jax.random.split(jax.random.key(43))
+            for key, param in zip(keys, (layer.postmix_u, layer.postmix_v), strict=True):
+                values = 0.05 * jax.random.normal(key, param[...].shape)
+                param[...] = values.astype(jnp.bfloat16).astype(param[...].dtype)
     return layer
 
 
@@ -110,9 +112,9 @@ def in_f64(module):
 
 def make_input(cfg, batch, tokens, seed=42):
     """x and a cotangent, both N(0, 1)."""
-    keys = jax.random.split(jax.random.key(seed))
     shape = (batch, tokens, cfg.hidden_size)
-    return tuple(jax.random.normal(key, shape).astype(cfg.dtype) for key in keys)
+    with compilation.quick():
+        return tuple(jax.random.normal(key, shape).astype(cfg.dtype) for key in jax.random.split(jax.random.key(seed)))
 
 
 def compute(layer, x, g, segment_ids=None, positions=None):

@@ -1,5 +1,6 @@
 import warnings
 
+import compilation
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,10 +16,11 @@ HYBRID = dict(num_hidden_layers=2, compress_ratios=(0, -1))
 
 
 def make_decoder(cfg, **switches):
-    model = Decoder(cfg, rngs=nnx.Rngs(1), **switches)
-    for layer in model.layers:
-        v = layer.attention.postmix_v
-        v[...] = (0.05 * jax.random.normal(jax.random.key(2), v[...].shape)).astype(v[...].dtype)
+    with compilation.quick():
+        model = Decoder(cfg, rngs=nnx.Rngs(1), **switches)
+        for layer in model.layers:
+            v = layer.attention.postmix_v
+            v[...] = (0.05 * jax.random.normal(jax.random.key(2), v[...].shape)).astype(v[...].dtype)
     return model
 
 
@@ -42,6 +44,7 @@ def loss_and_gradients(model, ids, segment_ids):
     return value, nnx.to_pure_dict(nnx.state(gradients))
 
 
+@pytest.mark.optimised
 def test_flips_change_no_bit_of_loss_or_gradients():
     cfg = small_config(**HYBRID)
     model, ids = make_decoder(cfg), make_ids(3, 24)

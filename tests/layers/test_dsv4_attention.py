@@ -35,8 +35,8 @@ from dsv4_fusions.testing import assert_trees_bitwise_equal
 
 BITWISE = {
     "tokens-32": dict(tokens=32, models=[(0, 42), (0, 7), (2, 42)]),
-    "tokens-128": dict(tokens=128),
-    "tokens-97": dict(tokens=97),
+    "tokens-128": dict(tokens=128, marks=()),
+    "tokens-97": dict(tokens=97, marks=()),
     "float32-causal": dict(tokens=32, batch=2, cfg=dict(dtype="float32", compress_ratios=(-1, -1, -1))),
     "documents-once-yarn-gated-float32-parameters": dict(
         tokens=24,
@@ -50,7 +50,7 @@ BITWISE = {
         ),
     ),
     "single_pass": dict(tokens=97, cfg=dict(postmix_backward="single_pass")),
-    "grouped": dict(tokens=32, cfg=dict(vha_postmix_grouped=True)),
+    "grouped": dict(tokens=32, marks=(), cfg=dict(vha_postmix_grouped=True)),
     "grouped-single_pass-documents-once-float16": dict(
         tokens=24,
         batch=3,
@@ -63,7 +63,11 @@ BITWISE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BITWISE.values(), ids=BITWISE)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=case.get("marks", pytest.mark.optimised)) for case in BITWISE.values()],
+    ids=BITWISE,
+)
 def test_flip_changes_no_bit(case):
     cfg = DSv4Config(**(common.REFERENCE | case.get("cfg", {})))
     for layer_index, seed in case.get("models", [(0, 42)]):
@@ -94,7 +98,8 @@ KERNELS = {
 
 @pytest.mark.parametrize("changes", KERNELS.values(), ids=KERNELS)
 def test_kernels_in_interpret_mode(changes):
-    layer = make_layer(small_config(**changes))
+    # The attention in front of it has a Mosaic kernel, too: test_sparse_attention_mosaic.py.
+    layer = make_layer(small_config(**changes, sparse_attention_backend="xla"))
     x, g = make_input(layer.cfg, 2, 2 if changes["implementation"] == "mosaic" else 7)
     with dispatch.interpret():
         unfused, fused = flipped(layer, x, g)
@@ -102,6 +107,7 @@ def test_kernels_in_interpret_mode(changes):
     assert all(jnp.any(leaf) for leaf in (fused["params"]["postmix_u"], fused["params"]["postmix_v"]))
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize("grouped", [False, True])
 def test_training_steps_with_the_single_pass(grouped):
     """Three steps, each from the parameters that the last one left: no bit of any of them depends on the switch."""
@@ -130,6 +136,7 @@ def test_training_steps_with_the_single_pass(grouped):
     assert jnp.any(results[0][0]["postmix_u"] != before["postmix_u"])
 
 
+@pytest.mark.optimised
 def test_nans_and_infinities_stay_where_they_were():
     layer = make_layer(DSv4Config(**common.REFERENCE))
     for bad in (jnp.nan, jnp.inf):
@@ -141,6 +148,7 @@ def test_nans_and_infinities_stay_where_they_were():
         np.testing.assert_array_equal(is_finite, (behind < 0) | (behind >= 16))  # the window is 16 wide
 
 
+@pytest.mark.optimised
 def test_eval_mode_keeps_the_fusion_and_the_bits():
     layer = make_layer(DSv4Config(**common.REFERENCE))
     x, g = make_input(layer.cfg, 1, 32)
@@ -530,6 +538,7 @@ def test_what_stands_in_padding_does_not_matter(ratio):
 # ---- the index remap
 
 
+@pytest.mark.optimised
 def test_remap_flip_changes_no_bit():
     """Of the output; for the gradients, see test_decoder.py."""
     layer = make_layer(small_config())

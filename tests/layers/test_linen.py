@@ -163,6 +163,7 @@ def test_configuration_gives_the_defaults(name):
     assert hash(twin) == hash(twin.clone()) and twin != twin.clone(fuse_kv_index_remap=False)
 
 
+@pytest.mark.optimised
 def test_clone_flips():
     cfg = small_config()
     module, twin = make_pair("DSv4HybridSelfAttention", cfg)
@@ -431,6 +432,7 @@ class SetUp(nn.Module):
         return self.out(h + self.attention(self.norm(h))[0])
 
 
+@pytest.mark.optimised
 def test_nested_among_linen_modules():
     cfg = small_config(compress_ratios=(0, 0, 0))
     x, attention = make_input(cfg, 2, 8)[0], linen.params_from_nnx(make_pair("DSv4HybridSelfAttention", cfg)[0])
@@ -451,6 +453,7 @@ def test_nested_among_linen_modules():
             jax.eval_shape(cls(cfg).apply, {"params": renamed["params"] | variables["params"]}, x)
 
 
+@pytest.mark.optimised
 def test_train_state(attention):
     """Three steps, the second with the fusion off, are three steps of the NNX layer that never had it on."""
     module, twin, params, x = attention

@@ -14,6 +14,8 @@ from layers.common import compute, flipped, make_input, make_layer, small_config
 
 from dsv4_fusions.testing import assert_trees_bitwise_equal
 
+pytestmark = pytest.mark.optimised
+
 
 def apply(layer, x):
     return layer(x)[0]
