@@ -159,7 +159,7 @@ def step(path, groups=None, **options):
 def splits(case):
     """(M X of all channels, of the leading ones, of the rotary ones from a view, of the same from a copy)."""
     o, u, v, _, _ = case.operands(scale=1.0)
-    m, nope = postmix_matrix(u, v), case.head_dim - case.rope_dim
+    m, nope = jax.jit(postmix_matrix)(u, v), case.head_dim - case.rope_dim
     mix = jax.jit(lambda m, x: reference.mix((m,), x))
     return (
         mix(m, o),
