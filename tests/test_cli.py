@@ -606,10 +606,13 @@ def test_runs_as_a_module():
 
 @pytest.mark.optimised
 @pytest.mark.slow
-def test_the_shipped_model_learns_real_text(capsys):
-    """With half the steps of `make train`, and both fusions on, well below the unigram entropy of 3.26 nats."""
-    tiny = ROOT / "configs" / "tiny.yaml"
-    assert cli.main(["train", str(tiny), "--steps", "150"]) == 0
+def test_the_shipped_model_learns_real_text(tmp_path, capsys):
+    """From little more than a quarter of what `make train` reads; well below the unigram entropy of 3.26 nats."""
+    content = yaml.safe_load((ROOT / "configs" / "tiny.yaml").read_text())
+    content["train"] |= {"batch_size": 2, "steps": 170}
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(content))
+    assert cli.main(["train", str(path)]) == 0
     out = capsys.readouterr().out
     assert "fuse_inv_rope: active in 3 of 3 layers" in out and "fuse_kv_index_remap: active in 3 of 3 layers" in out
     assert float(re.search(r"held-out loss\D+([\d.]+)", out)[1]) <= 2.75
