@@ -14,8 +14,6 @@ from layers.common import compute, flipped, make_input, make_layer, small_config
 
 from dsv4_fusions.testing import assert_trees_bitwise_equal
 
-pytestmark = pytest.mark.optimised
-
 
 def apply(layer, x):
     return layer(x)[0]
@@ -35,7 +33,7 @@ def _gradients(function, **options):
 
 POSTMIXES = pytest.mark.parametrize(
     "postmix",
-    [{}, dict(vha_postmix_grouped=True, postmix_backward="single_pass")],
+    [pytest.param({}, marks=pytest.mark.optimised), dict(vha_postmix_grouped=True, postmix_backward="single_pass")],
     ids=["default", "grouped-single_pass"],
 )
 
@@ -62,6 +60,7 @@ def test_remat_is_no_remat_fused_or_not(postmix):
     assert_trees_bitwise_equal(kept, fused, names=("kept", "rematerialised and fused"))
 
 
+@pytest.mark.optimised
 def test_nnx_jit_grad_and_remat():
     cfg = small_config()
     layer, (x, g) = make_layer(cfg), make_input(cfg, 2, 16)
@@ -75,6 +74,7 @@ def test_nnx_jit_grad_and_remat():
     assert_trees_bitwise_equal(unfused, fused, names=("unfused", "fused"))
 
 
+@pytest.mark.optimised
 def test_donated_stack_of_layers_under_scan():
     cfg = small_config(postmix_backward="single_pass")
     layers = [make_layer(cfg, i, seed=i) for i in range(3)]

@@ -144,7 +144,8 @@ ALL_CALLS = [
     *calls(SMALL + cases.MEDIUM, ["xla"], BY_TRANSPOSES),
     *calls(FEW + cases.SMALL[:1] + cases.MEDIUM[1:2], ["xla"], ONE_PASS),
     *calls([*FEW, *cases.SMALL[5:], *cases.ODD[2:], cases.MEDIUM[1]], ["triton"], ONE_PASS),
-    *calls(FEW[1:], ["triton"], BY_TRANSPOSES),
+    # That gradient is XLA's behind any forward.
+    *calls(FEW[1:2], ["triton"], BY_TRANSPOSES),
     *calls(FEW[:2], ["xla"], ONE_PASS, *NUMBERS),
     *calls(FEW[:1], ["triton"], ONE_PASS, *NUMBERS),
     *calls(FEW[:1], ["xla", "triton"], BY_TRANSPOSES, NUMBERS[0]),
