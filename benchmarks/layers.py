@@ -8,15 +8,14 @@ a GPU and transformers are found.
 """
 
 import argparse
-import csv
 import dataclasses
 import statistics
 import time
-from datetime import date
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from table import Table
 
 from dsv4_fusions import DSv4Config
 from dsv4_fusions.layers import attention_layer
@@ -113,33 +112,22 @@ def main():
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--csv")
     args = parser.parse_args()
-    cfg, rows = DSv4Config.from_yaml(args.config), []
+    cfg, table = DSv4Config.from_yaml(args.config), Table()
     variants = [dataclasses.replace(cfg, sparse_attention_backend=name) for name in args.backends or ()] or [cfg]
     for tokens in args.tokens:
         for kind in build_layers(cfg, 1, tokens):
             if kind.ratio not in (args.ratios or [kind.ratio]):
                 continue
             calls = [("dsv4_fusions", variant.sparse_attention_backend, ours, variant) for variant in variants]
-            for name, backend, measure, variant in calls + [("transformers", "eager", transformers, cfg)] * (
-                not args.alone
-            ):
+            if not args.alone:
+                calls.append(("transformers", "eager", transformers, cfg))
+            for name, backend, measure, variant in calls:
                 measured = measure(variant, kind.indices[0], tokens, args.repeats)
-                if measured is None:
-                    continue
-                row = {"layer": name, "backend": backend, "compress_ratio": kind.ratio, "tokens": tokens}
-                row |= {
-                    "dtype": cfg.dtype,
-                    "ms_p50": f"{measured[0]:.4g}",
-                    "peak_bytes": measured[1],
-                    "device": jax.devices()[0].device_kind,
-                }
-                rows.append(row | {"jax": jax.__version__, "date": date.today().isoformat()})
-                print(*(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
-    if args.csv:
-        with open(args.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+                if measured is not None:
+                    ms, peak = measured
+                    what = dict(layer=name, backend=backend, compress_ratio=kind.ratio, tokens=tokens, dtype=cfg.dtype)
+                    table.add(**what, ms_p50=f"{ms:.4g}", peak_bytes=peak)
+    table.write(args.csv)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,14 @@ together less the forward's. Before anything is timed, both are compared with th
 """
 
 import argparse
-import csv
 import statistics
-from datetime import date
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import profiler
+from table import Table
 
 from dsv4_fusions.kv_index import Runs
 from dsv4_fusions.ops.sparse_attention import sparse_attention
@@ -67,7 +66,7 @@ def main():
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="CASE")
     parser.add_argument("--csv")
     args = parser.parse_args()
-    rows = []
+    table = Table()
     for name, (tokens, heads, head_dim, value_dim, topk, kv_len) in {name: CASES[name] for name in args.cases}.items():
         keys = jax.random.split(jax.random.key(0), 4)
         q = jax.random.normal(keys[0], (tokens, heads, head_dim), jnp.bfloat16)
@@ -115,21 +114,11 @@ def main():
                 ("forward", forward_ms, product * (head_dim + value_dim), errors[:1]),
                 ("backward", backward_ms, product * (3 * head_dim + 2 * value_dim), errors[1:]),
             ):
-                shape = dict(tokens=tokens, heads=heads, head_dim=head_dim, value_dim=value_dim, topk=topk, rows=kv_len)
-                row = {"case": name, "pass": which, "version": version, **shape, "dtype": "bfloat16"}
-                row |= {"ms_p50": f"{ms:.4g}", "tflops": f"{work / ms:.4g}", "relative_error": f"{max(errors_of):.3g}"}
-                row |= {
-                    "device": jax.devices()[0].device_kind,
-                    "jax": jax.__version__,
-                    "date": date.today().isoformat(),
-                }
-                rows.append(row)
-                print(*(f"{key}={value}" for key, value in row.items()), flush=True)
-    if args.csv:
-        with open(args.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+                what = {"case": name, "pass": which, "version": version, "tokens": tokens, "heads": heads}
+                what |= dict(head_dim=head_dim, value_dim=value_dim, topk=topk, rows=kv_len, dtype="bfloat16")
+                measured = dict(ms_p50=f"{ms:.4g}", tflops=f"{work / ms:.4g}", relative_error=f"{max(errors_of):.3g}")
+                table.add(**what, **measured)
+    table.write(args.csv)
 
 
 if __name__ == "__main__":
