@@ -24,12 +24,15 @@ hypothesis.settings.load_profile("dsv4_fusions")
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """Compiles a test's programs, and its fixtures', quickly unless it is marked `optimised`."""
-    from compilation import quick
+    from compilation import free_programs, quick
 
-    if item.get_closest_marker("optimised") or item.get_closest_marker("gpu"):
-        return (yield)
-    with quick():
-        return (yield)
+    try:
+        if item.get_closest_marker("optimised") or item.get_closest_marker("gpu"):
+            return (yield)
+        with quick():
+            return (yield)
+    finally:
+        free_programs()
 
 
 @pytest.fixture
