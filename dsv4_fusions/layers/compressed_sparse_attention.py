@@ -107,15 +107,15 @@ class CompressedSparseAttention(Switches, nnx.Module):
         if compressed is not None:
             kv = jnp.concatenate([kv, compressed], axis=1)
             seen = visible_slots(tokens, self.ratio, groups)
-        if self.selects or self.teaches:
-            keys = self.indexer.compressor(lax.stop_gradient(x), groups, positions)
-            tables = layer_tables(self.cfg, self.rope, token_positions(batch, tokens, boundaries, positions))
-            teacher = (q, compressed, self.cfg.head_dim**-0.5) if self.teaches else None
-            topk = self.cfg.index_topk if self.selects else keys.shape[1]
-            selected, divergence = self.indexer(x, latent, tables, keys, *seen, topk, teacher)
-            if self.teaches:
-                is_valid = None if boundaries is None else boundaries.is_valid
-                aux = {"indexer_loss": indexer_loss(self.cfg, divergence, is_valid, loss_mask)}
+            if self.selects or self.teaches:
+                keys = self.indexer.compressor(lax.stop_gradient(x), groups, positions)
+                tables = layer_tables(self.cfg, self.rope, token_positions(batch, tokens, boundaries, positions))
+                teacher = (q, compressed, self.cfg.head_dim**-0.5) if self.teaches else None
+                topk = self.cfg.index_topk if self.selects else keys.shape[1]
+                selected, divergence = self.indexer(x, latent, tables, keys, *seen, topk, teacher)
+                if self.teaches:
+                    is_valid = None if boundaries is None else boundaries.is_valid
+                    aux = {"indexer_loss": indexer_loss(self.cfg, divergence, is_valid, loss_mask)}
 
         window = max(tokens, 1) if self.ratio == -1 else self.cfg.sliding_window
         if self.cfg.sparse_attention_backend == "structured" and not self.selects:
@@ -125,10 +125,12 @@ class CompressedSparseAttention(Switches, nnx.Module):
             index = Runs(*(jnp.broadcast_to(x, (batch, tokens)) for x in runs), self.table_width(tokens))
             return self._attend(q, kv, index), aux
         index = window_index(tokens, window, boundaries)[..., : self.table_width(tokens)]
-        if self.selects:
-            index = joined(index, selected_index(selected, *seen, tokens))
-        elif compressed is not None:
-            index = joined(index, compressed_index(tokens, self.ratio, tokens, groups))
+        if compressed is not None:
+            if self.selects:
+                far = selected_index(selected, *seen, tokens)
+            else:
+                far = compressed_index(tokens, self.ratio, tokens, groups)
+            index = joined(index, far)
         return self._attend(q, kv, jnp.broadcast_to(index, (batch, *index.shape[-2:]))), aux
 
     def init_cache(self, batch: int, max_length: int) -> AttentionCache:
