@@ -177,11 +177,20 @@ SMOKE = [*FEW, cases.GROUPED[0], cases.MOSAIC[2]]
 def test_bitwise(case, implementation, backward):
     results = assert_bitwise(case, implementation, backward)
     if implementation == "triton" and case.dtype == "bfloat16" and case not in cases.MEDIUM:
-        # The weight gradients as well if they come from the same transpose. In a large product a CPU adds in another
-        # order for some of the channels than for all; with float16's ten bits that shows in small ones.
-        alike = 4 if backward == "dot_general" else 2 if case.heads < 100 else 1
-        xla = run(cases.fused, case, "xla", backward)
-        assert_trees_bitwise_equal(results[:alike], xla[:alike], names=("triton", "xla"))
+        for got, want in zip(results, run(cases.fused, case, "xla", backward), strict=True):
+            assert_alike_but_ties(got, want)
+
+
+def assert_alike_but_ties(got, want):
+    """Two ways to the same sums in f32, rounded alike.
+
+    Which bits an addition's order gives depends on the CPU: a sum near the middle of two numbers may be rounded to
+    either, in one of a hundred elements at most, and what is rotated afterwards is apart by a unit of its pair.
+    """
+    got, want = f64((got, want))
+    apart = np.abs(got - want)
+    assert (apart <= 2.0**-7 * np.abs(want).max()).all()
+    assert np.count_nonzero(apart) <= apart.size // 100
 
 
 def assert_bitwise(case, implementation, backward):
