@@ -1,7 +1,10 @@
-"""Local KV ids: which rows of its own batch entry's KV each query token reads, as a table or as two runs of ids.
+"""Local KV ids: which rows of its own batch entry's KV each query token reads, as tables, their parts, or runs of ids.
 
 All ids are int32; -1 is an empty slot. Rows of padding are empty. The tables of one layer are concatenated along the
 last axis; their ids never collide, since compressed rows stand behind the raw ones in KV (`offset`).
+
+`Span` and `Selection` tell what stands in a table before it is written: the `*_index` functions write it, and a kernel
+that takes all parts of a layer's table writes them side by side at once (`ops.kv_index_table`).
 """
 
 import dataclasses
@@ -28,25 +31,95 @@ class Runs:
     """Two runs of consecutive ids for each query, near rows first: a window, and the compressed rows before it.
 
     Attributes:
-      near_start, near_count: first id of the near run, and how many there are; 0 for none.
+      near_start, near_count: first id of the near run, and how many there are; none at 0 and below.
       far_start, far_count: of the far run.
-      width: no query reads more rows; ids beyond are not read.
+      width: slots of every query; what does not fit is not read. As in a table, an id outside the rows takes its slot
+        and is empty.
     """
 
-    near_start: Int32[Array, "*batch tokens"]
-    near_count: Int32[Array, "*batch tokens"]
-    far_start: Int32[Array, "*batch tokens"]
-    far_count: Int32[Array, "*batch tokens"]
+    near_start: Int[Array, "*batch tokens"]
+    near_count: Int[Array, "*batch tokens"]
+    far_start: Int[Array, "*batch tokens"]
+    far_count: Int[Array, "*batch tokens"]
     width: int = dataclasses.field(metadata={"static": True})
 
     def table(self) -> Int32[Array, "*batch tokens width"]:
         """The same ids as a table, empty slots behind them."""
+        near, far = self._in_slots()
         slot = jnp.arange(self.width, dtype=jnp.int32)
-        near_start, near_count, far_start, far_count = (
-            x[..., None] for x in (self.near_start, self.near_count, self.far_start, self.far_count)
-        )
+        (near_start, near_count), (far_start, far_count) = ((x[..., None] for x in run) for run in (near, far))
+        # What passes the end of int32 wraps to a negative id, an empty slot.
         ids = slot + jnp.where(slot < near_count, near_start, far_start - near_count)
         return jnp.where(slot < near_count + far_count, ids, EMPTY)
+
+    def within(self, kv_len: int) -> "Runs":
+        """The same ids less those outside [0, kv_len), int32 throughout. Later ones move up to their slots."""
+
+        def cut(start, count):
+            first = jnp.clip(start, 0, kv_len)
+            # start + count may pass the end of int32 where start is beyond the rows anyway.
+            end = jnp.minimum(jnp.minimum(start, kv_len) + count, kv_len)
+            return first, jnp.maximum(end - first, 0)
+
+        near, far = self._in_slots()
+        return Runs(*cut(*near), *cut(*far), self.width)
+
+    def _in_slots(self):
+        """(start, count) of both runs as int32, the counts those of slots."""
+        near_start, near_count, far_start, far_count = map(
+            numerics.saturated_int32, (self.near_start, self.near_count, self.far_start, self.far_count)
+        )
+        near_count = jnp.clip(near_count, 0, self.width)
+        return (near_start, near_count), (far_start, jnp.clip(far_count, 0, self.width - near_count))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """A part of a table whose ids count up from column to column: `base + j` in column j, first <= j < first + count.
+
+    Attributes:
+      base: what column 0 would hold, were it one of those.
+      first, count: first of the columns that hold an id, and how many there are.
+      width: columns.
+    """
+
+    base: Int32[Array, "*batch tokens"]
+    first: Int32[Array, "*batch tokens"]
+    count: Int32[Array, "*batch tokens"]
+    width: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[..., tokens, width] of the part."""
+        return *jnp.broadcast_shapes(self.base.shape, self.first.shape, self.count.shape), self.width
+
+    def table(self) -> Int32[Array, "*batch tokens width"]:
+        """The part itself, -1 in the other columns."""
+        column = jnp.arange(self.width, dtype=jnp.int32)
+        return jnp.where(in_range(column, self.first, self.count), self.base[..., None] + column, EMPTY)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """A part of a table that holds slots which were selected, as far as their token sees them; see `selected_index`."""
+
+    selected: Int[Array, "*batch tokens k"]
+    row_start: Int32[Array, "*batch tokens"]
+    row_count: Int32[Array, "*batch tokens"]
+    offset: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[..., tokens, k] of the part."""
+        *lead, k = self.selected.shape
+        return *jnp.broadcast_shapes(tuple(lead), self.row_start.shape, self.row_count.shape), k
+
+    def table(self) -> Int32[Array, "*batch tokens k"]:
+        """The part itself, -1 in place of slots that the token may not see."""
+        keep = in_range(self.selected, self.row_start, self.row_count)
+        return jnp.where(keep, self.selected.astype(jnp.int32) + self.offset, EMPTY)
 
 
 def window_run(
@@ -80,9 +153,13 @@ def window_index(
     Raises:
       ValueError: window < 1, or boundaries of another length.
     """
+    return window_span(num_tokens, window, boundaries).table()
+
+
+def window_span(num_tokens: int, window: int, boundaries: DocumentBoundaries | None = None) -> Span:
+    """What `window_index` writes; the arguments are the same."""
     start, count = window_run(num_tokens, window, boundaries)
-    slot = jnp.arange(window, dtype=jnp.int32)
-    return jnp.where(slot < count[..., None], start[..., None] + slot, EMPTY)
+    return Span(start, jnp.zeros_like(start), count, window)
 
 
 def compressed_index(
@@ -103,8 +180,13 @@ def compressed_index(
     Raises:
       ValueError: ratio < 1, or groups of another length or ratio.
     """
+    return compressed_span(num_tokens, ratio, offset, groups).table()
+
+
+def compressed_span(num_tokens: int, ratio: int, offset: int, groups: CompressedGroups | None = None) -> Span:
+    """What `compressed_index` writes; the arguments are the same."""
     start, count = visible_slots(num_tokens, ratio, groups)
-    return range_index(start, count, num_tokens // ratio, offset)
+    return Span(jnp.full_like(start, offset), start, count, num_tokens // ratio)
 
 
 def visible_slots(
@@ -136,8 +218,7 @@ def range_index(
     Returns:
       [..., tokens, num_slots] int32.
     """
-    slot = jnp.arange(num_slots, dtype=jnp.int32)
-    return jnp.where(in_range(slot, start, count), slot + offset, EMPTY)
+    return Span(jnp.full_like(start, offset), start, count, num_slots).table()
 
 
 def in_range(
@@ -146,6 +227,8 @@ def in_range(
     count: Int32[Array, "*batch tokens"],
 ) -> Bool[Array, "*batch tokens slots"]:
     """Whether each slot is one of a row's `count` slots from `start` on."""
+    # In their own types sums may pass the end and comparisons with negative bounds wrap.
+    slot, start, count = map(numerics.saturated_int32, (slot, start, count))
     return (slot >= start[..., None]) & (slot < (start + count)[..., None])
 
 
@@ -223,6 +306,16 @@ def selected_index(
       TypeError: selected are not integers.
       ValueError: row_start or row_count of other tokens.
     """
+    return selection(selected, row_start, row_count, offset).table()
+
+
+def selection(
+    selected: Int[Array, "*batch tokens k"],
+    row_start: Int32[Array, "*batch tokens"],
+    row_count: Int32[Array, "*batch tokens"],
+    offset: int,
+) -> Selection:
+    """What `selected_index` writes; arguments and errors are the same."""
     selected = numerics.integers("selected", selected)
     if selected.ndim < 2:
         raise ValueError(f"selected: got shape {selected.shape}, wanted [..., tokens, k]")
@@ -230,7 +323,7 @@ def selected_index(
         if x.shape[-1:] != selected.shape[-2:-1]:
             wanted = f"[..., {selected.shape[-2]}] to go with selected of shape {selected.shape}"
             raise ValueError(f"{name}: got shape {x.shape}, wanted {wanted}")
-    return jnp.where(in_range(selected, row_start, row_count), selected.astype(jnp.int32) + offset, EMPTY)
+    return Selection(selected, row_start, row_count, offset)
 
 
 def compact(index: Int[Array, "*batch topk"]) -> tuple[Int32[Array, "*batch topk"], Int32[Array, "*batch"]]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int, Shaped
+from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
 # Explicit significand bits of the formats a rounding can be pinned to; f32 itself needs none.
 _MANTISSA_BITS = {"bfloat16": 7, "float16": 10}
@@ -123,6 +123,16 @@ def integers(name: str, x) -> Int[Array, "..."]:
                 "(or jax_enable_x64 on)"
             )
     return taken
+
+
+def saturated_int32(x: Int[Array, "..."]) -> Int32[Array, "..."]:
+    """Integers of any type as int32, the nearest one for those that it does not hold: they must not wrap."""
+    held, limits = jnp.iinfo(jnp.int32), jnp.iinfo(x.dtype)
+    if limits.min < held.min:
+        x = jnp.maximum(x, np.asarray(held.min, x.dtype))
+    if limits.max > held.max:
+        x = jnp.minimum(x, np.asarray(held.max, x.dtype))
+    return x.astype(jnp.int32)
 
 
 def bits(x: Shaped[Array, "..."]):

@@ -3,17 +3,19 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Int32
 
 from dsv4_fusions.config import DSv4Config
+from dsv4_fusions.kv_index import selection
 from dsv4_fusions.layers import DSv4HybridSelfAttention, FusionStatus, MQALatentAttention, attention_layer
-from dsv4_fusions.ops.kv_index_remap import local_to_flat_kv_index
+from dsv4_fusions.ops.kv_index_table import flat_kv_index_table
 from dsv4_fusions.testing import count_mismatches
 
 SWITCHES = DSv4HybridSelfAttention.SWITCHES
@@ -175,7 +177,11 @@ def _run(graphdef, params, x, segment_ids, cotangent):
     return y, aux, d_x, d_params
 
 
-_remap = jax.jit(local_to_flat_kv_index, static_argnums=1)
+@partial(jax.jit, static_argnums=1)
+def _remap(ids: Int[Array, "batch tokens topk"], kv_len: int) -> Int32[Array, "batch*tokens topk"]:
+    """What a fused layer runs, on ids that stand for selected ones."""
+    start = jnp.zeros(ids.shape[1], jnp.int32)
+    return flat_kv_index_table((selection(ids, start, start + kv_len, 0),), len(ids), kv_len)
 
 
 def _compare_remap(ids: Int[Array, "batch tokens topk"], kv_len: int) -> Comparison:

@@ -9,20 +9,21 @@ from dsv4_fusions.config import LATENT_RATIO, DSv4Config
 from dsv4_fusions.documents import DocumentBoundaries, compressed_groups
 from dsv4_fusions.kv_index import (
     Runs,
-    compressed_index,
+    compressed_span,
     joined,
     range_index,
     selected_index,
+    selection,
     visible_slots,
-    window_index,
     window_run,
+    window_span,
 )
 from dsv4_fusions.layers.cache import AttentionCache, check_cache, check_sizes, put_rows
 from dsv4_fusions.layers.compressor import Compressor
 from dsv4_fusions.layers.indexer import Indexer, indexer_loss
 from dsv4_fusions.layers.rotary import layer_tables, token_positions
 from dsv4_fusions.layers.switches import FusionStatus, Switches, remap_status
-from dsv4_fusions.ops.sparse_attention import check_backend, sparse_attention, table_backend
+from dsv4_fusions.ops.sparse_attention import check_backend, index_width, sparse_attention, table_backend
 
 
 class CompressedSparseAttention(Switches, nnx.Module):
@@ -124,14 +125,12 @@ class CompressedSparseAttention(Switches, nnx.Module):
             runs = (start, count, far_start + tokens, far_count)
             index = Runs(*(jnp.broadcast_to(x, (batch, tokens)) for x in runs), self.table_width(tokens))
             return self._attend(q, kv, index), aux
-        index = window_index(tokens, window, boundaries)[..., : self.table_width(tokens)]
-        if compressed is not None:
-            if self.selects:
-                far = selected_index(selected, *seen, tokens)
-            else:
-                far = compressed_index(tokens, self.ratio, tokens, groups)
-            index = joined(index, far)
-        return self._attend(q, kv, jnp.broadcast_to(index, (batch, *index.shape[-2:]))), aux
+        parts = (window_span(tokens, window, boundaries),)
+        if compressed is not None and self.selects:
+            parts += (selection(selected, *seen, tokens),)
+        elif compressed is not None:
+            parts += (compressed_span(tokens, self.ratio, tokens, groups),)
+        return self._attend(q, kv, parts), aux
 
     def init_cache(self, batch: int, max_length: int) -> AttentionCache:
         """An empty cache.
@@ -222,8 +221,8 @@ class CompressedSparseAttention(Switches, nnx.Module):
         Returns:
           {"fuse_kv_index_remap": FusionStatus}.
         """
-        shape = None if q is None else (q.shape[0], q.shape[1], self.table_width(q.shape[1]))
-        return {"fuse_kv_index_remap": remap_status(self.cfg, self.fuse_kv_index_remap, shape)}
+        batch, ids = (None, 0) if q is None else (q.shape[0], q.shape[1] * self.table_width(q.shape[1]))
+        return {"fuse_kv_index_remap": remap_status(self.cfg, self.fuse_kv_index_remap, batch, ids)}
 
     def table_width(self, tokens: int) -> int:
         """Columns of the table of ids for this many tokens."""
@@ -239,6 +238,6 @@ class CompressedSparseAttention(Switches, nnx.Module):
     def _attend(self, q, rows, index):
         backend, fused = self.cfg.sparse_attention_backend, False
         if not isinstance(index, Runs):
-            backend = table_backend(backend)
-            fused = remap_status(self.cfg, self.fuse_kv_index_remap, index.shape).active
+            backend, ids = table_backend(backend), q.shape[1] * index_width(index)
+            fused = remap_status(self.cfg, self.fuse_kv_index_remap, len(q), ids).active
         return sparse_attention(q, rows, index, self.sink[...], backend=backend, fuse_kv_index_remap=fused)

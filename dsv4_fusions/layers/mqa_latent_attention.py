@@ -6,13 +6,13 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_fusions.config import LATENT_RATIO, DSv4Config
 from dsv4_fusions.documents import from_segment_ids
-from dsv4_fusions.kv_index import causal_index, joined, latent_candidates, range_index, selected_index, window_index
+from dsv4_fusions.kv_index import joined, latent_candidates, range_index, selected_index, selection, window_span
 from dsv4_fusions.layers.cache import AttentionCache, check_cache, check_sizes, put_rows
 from dsv4_fusions.layers.indexer import Indexer, indexer_loss
 from dsv4_fusions.layers.projections import check_input, gated, linear, recomputed, rms_norm, without_padding
 from dsv4_fusions.layers.rotary import layer_tables, rotate_row, token_positions
 from dsv4_fusions.layers.switches import LATENT_VALUES, FusionStatus, Switches, remap_status
-from dsv4_fusions.ops.sparse_attention import check_backend, sparse_attention, table_backend
+from dsv4_fusions.ops.sparse_attention import check_backend, index_width, sparse_attention, table_backend
 from dsv4_fusions.rope import rotate
 
 
@@ -140,10 +140,9 @@ class MQALatentAttention(Switches, nnx.Module):
                 aux = {"indexer_loss": indexer_loss(cfg, divergence, is_valid, loss_mask)}
         if self.selects:
             # The selected rows in front, as in PaddleFleet since its PR #1653: an LSE over them is one over a prefix.
-            window = window_index(tokens, cfg.sliding_window, boundaries)
-            index = joined(selected_index(selected, start, count, 0), window)
+            index = selection(selected, start, count, 0), window_span(tokens, cfg.sliding_window, boundaries)
         else:
-            index = causal_index(tokens, boundaries)
+            index = (window_span(tokens, max(tokens, 1), boundaries),)
         return self._output(self._attend(q, rows, index), x), aux
 
     def init_cache(self, batch: int, max_length: int) -> AttentionCache:
@@ -183,15 +182,16 @@ class MQALatentAttention(Switches, nnx.Module):
             index = joined(selected_index(selected, start, count, 0), window)
         else:
             index = range_index(jnp.zeros_like(position), position + 1, capacity)
+        index = jnp.broadcast_to(index, (len(x), *index.shape[-2:]))
         o = self._output(self._attend(q, rows, index), x)
         return o, AttentionCache(cache.length + x.shape[1], rows, index_keys=keys, ratio=LATENT_RATIO)
 
     def explain_fusions(self, x=None) -> dict[str, FusionStatus]:
         """What every fusion of this layer does and why; see `DSv4HybridSelfAttention.explain_fusions`."""
-        shape = None if x is None else (x.shape[0], x.shape[1], self.table_width(x.shape[1]))
+        batch, ids = (None, 0) if x is None else (x.shape[0], x.shape[1] * self.table_width(x.shape[1]))
         return {
             "fuse_inv_rope": FusionStatus(False, None, LATENT_VALUES),
-            "fuse_kv_index_remap": remap_status(self.cfg, self.fuse_kv_index_remap, shape),
+            "fuse_kv_index_remap": remap_status(self.cfg, self.fuse_kv_index_remap, batch, ids),
         }
 
     def table_width(self, tokens: int) -> int:
@@ -212,7 +212,7 @@ class MQALatentAttention(Switches, nnx.Module):
         return q, rotate_row(row, tables), latent
 
     def _attend(self, q, rows, index):
-        index = jnp.broadcast_to(index, (q.shape[0], *index.shape[-2:]))
+        ids = q.shape[1] * index_width(index)
         return sparse_attention(
             q,
             rows,
@@ -221,7 +221,7 @@ class MQALatentAttention(Switches, nnx.Module):
             scale=self._scale,
             value_dim=self.cfg.kv_lora_rank,
             backend=table_backend(self.cfg.sparse_attention_backend),
-            fuse_kv_index_remap=remap_status(self.cfg, self.fuse_kv_index_remap, index.shape).active,
+            fuse_kv_index_remap=remap_status(self.cfg, self.fuse_kv_index_remap, len(q), ids).active,
         )
 
     def _output(self, o, x):

@@ -11,7 +11,7 @@ import flax
 from dsv4_fusions.config import LATENT_RATIO, DSv4Config
 from dsv4_fusions.dispatch import IMPLEMENTATIONS
 from dsv4_fusions.ops.inv_rope_postmix import BACKWARDS
-from dsv4_fusions.ops.kv_index_remap import remap_implementation
+from dsv4_fusions.ops.kv_index_table import table_implementation
 
 LATENT_VALUES = "the values of latent attention are not rotated"
 
@@ -136,13 +136,14 @@ def never_active(cfg: DSv4Config) -> dict[str, str]:
     return reasons
 
 
-def remap_status(cfg: DSv4Config, switch: bool, shape: tuple[int, int, int] | None) -> FusionStatus:
+def remap_status(cfg: DSv4Config, switch: bool, batch: int | None, ids: int = 0) -> FusionStatus:
     """What `fuse_kv_index_remap` does with a table of ids.
 
     Args:
       cfg: the configuration.
       switch: the switch's value.
-      shape: of the table, [batch, tokens, topk]; None: unknown.
+      batch: batch entries; None: unknown.
+      ids: of the table of one batch entry.
 
     Returns:
       The status.
@@ -150,8 +151,7 @@ def remap_status(cfg: DSv4Config, switch: bool, shape: tuple[int, int, int] | No
     never = never_active(cfg).get("fuse_kv_index_remap")
     if never is not None:
         return FusionStatus(False, None, never)
-    batch, elements = (None, 0) if shape is None else (shape[0], shape[1] * shape[2])
-    implementation = remap_implementation(elements=elements)
+    implementation = table_implementation((batch or 1) * ids)
     if not switch:
         return FusionStatus(False, implementation, "fuse_kv_index_remap is False")
     if batch == 1:

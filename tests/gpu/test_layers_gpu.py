@@ -65,7 +65,7 @@ def test_smallest_layer():
     layer, x = assert_no_flip_moves_a_bit(common.small_config(), 0, 2, 1)
     assert {status.implementation for status in layer.explain_fusions(x).values()} == {"triton"}
     kernels = common.kernels(common.forward_jaxpr(layer, x))
-    assert set(kernels) == {"inv_rope_vha_postmix", "local_to_flat_kv_index"}
+    assert set(kernels) == {"inv_rope_vha_postmix", "flat_kv_index_table"}
 
 
 @pytest.mark.parametrize("tokens, rounding", [(97, "each_product"), (384, "each_product"), (128, "once")])

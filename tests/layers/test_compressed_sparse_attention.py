@@ -41,22 +41,18 @@ def test_status_without_a_layer_around():
 
 @pytest.mark.parametrize("ratio, topk", [(-1, 130), (0, 5), (4, 5 + 8), (26, 5 + 5), (128, 5 + 1)])
 def test_explanation_asks_about_the_table_that_the_forward_makes(ratio, topk, monkeypatch):
-    choose, asked = switches.remap_implementation, []
-    monkeypatch.setattr(
-        switches,
-        "remap_implementation",
-        lambda elements: (asked.append(elements), choose(elements=elements))[1],
-    )
+    choose, asked = switches.table_implementation, []
+    monkeypatch.setattr(switches, "table_implementation", lambda ids: (asked.append(ids), choose(ids))[1])
     layer = make_layer(small_config(compress_ratios=(ratio,) * 3))
     x, _ = make_input(layer.cfg, 2, 130)
     layer.explain_fusions(x)
     forward_jaxpr(layer, x)
-    assert asked == [130 * topk] * 2
+    assert asked == [2 * 130 * topk] * 2
 
 
 def test_table_that_is_too_large_for_the_kernel(faked_target):
     faked_target("gpu", (9, 0))
     core = CompressedSparseAttention(small_config(compress_ratios=(-1,) * 3), rngs=nnx.Rngs(0))
-    for tokens, implementation in ((2**16, "triton"), (2**16 + 1, "xla")):
+    for tokens, implementation in ((2**15 - 1, "triton"), (2**15, "xla")):
         told = core.explain_fusions(jax.ShapeDtypeStruct((2, tokens, 24), "bfloat16"))
         assert told["fuse_kv_index_remap"].implementation == implementation

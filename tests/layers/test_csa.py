@@ -22,6 +22,7 @@ from layers.common import (
 from dsv4_fusions import dispatch
 from dsv4_fusions.documents import compressed_groups, from_segment_ids
 from dsv4_fusions.layers import Compressor, compressed_sparse_attention
+from dsv4_fusions.ops.kv_index_table.reference import local_table
 from dsv4_fusions.testing import assert_trees_bitwise_equal
 
 RNG = np.random.default_rng(3)
@@ -142,7 +143,7 @@ def test_table(monkeypatch):
     tables = []
 
     def spy(q, rows, index, sink, **how):
-        tables.append(index)
+        tables.append(local_table(index, 3))
         return jnp.zeros_like(q)
 
     monkeypatch.setattr(compressed_sparse_attention, "sparse_attention", spy)

@@ -20,6 +20,7 @@ from layers.common import (
 
 from dsv4_fusions import dispatch
 from dsv4_fusions.layers import MQALatentAttention, mqa_latent_attention
+from dsv4_fusions.ops.kv_index_table.reference import local_table
 from dsv4_fusions.testing import assert_trees_bitwise_equal
 
 LATENT = dict(compress_ratios=(-2,) * 3)
@@ -92,7 +93,7 @@ def test_table(monkeypatch):
     tables = []
 
     def spy(q, rows, index, sink, *, value_dim, **how):
-        tables.append(index)
+        tables.append(local_table(index, 3))
         return jnp.zeros_like(q[..., :value_dim])
 
     monkeypatch.setattr(mqa_latent_attention, "sparse_attention", spy)

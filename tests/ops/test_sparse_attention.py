@@ -664,22 +664,35 @@ def test_partial_results_merge_by_lse(backend):
 # --- runs in place of a table ---------------------------------------------------------------------------------------
 
 
+FIELDS = ("near_start", "near_count", "far_start", "far_count")
+
+
 def make_runs(case, width, **changes):
     """Runs with every kind of bound: empty, beginning before the rows, ending behind them, wider than allowed."""
     shape = case.index.shape[:2]
     edges = np.array([0, 2, -3, 5, -(2**31), 2**31 - 1, 1], np.int32)
-    fields = ("near_start", "near_count", "far_start", "far_count")
-    arrays = {f: np.resize(np.roll(edges, i), shape) for i, f in enumerate(fields)} | changes
-    return Runs(**{f: jnp.asarray(arrays[f]) for f in fields}, width=width)
+    arrays = {f: np.resize(np.roll(edges, i), shape) for i, f in enumerate(FIELDS)} | changes
+    return Runs(**{f: jnp.asarray(arrays[f]) for f in FIELDS}, width=width)
 
 
-def loop_ids(runs, entry, token, kv_len):
-    """The ids of one query, from the definition, one at a time."""
-    ids = []
+def loop_slots(runs, entry, token, kv_len):
+    """The slots of one query, from the definition, one at a time: an id outside the rows takes its slot."""
+    slots = []
     for start, count in ((runs.near_start, runs.near_count), (runs.far_start, runs.far_count)):
         start, count = int(start[entry, token]), int(count[entry, token])
-        ids += range(max(start, 0), min(start + max(count, 0), kv_len))
-    return ids[: runs.width]
+        slots += [start + j for j in range(min(count, runs.width - len(slots)))]
+    slots = [i if 0 <= i < kv_len else -1 for i in slots]
+    return np.array(slots + [-1] * (runs.width - len(slots)), np.int32)
+
+
+def loop_table(runs, shape, kv_len):
+    return np.stack([loop_slots(runs, *at, kv_len) for at in np.ndindex(shape)]).reshape(*shape, runs.width)
+
+
+def packed(table):
+    """The ids of each row in front."""
+    rows = [[*row[row >= 0], *row[row < 0]] for row in table.reshape(-1, table.shape[-1])]
+    return np.array(rows, np.int32).reshape(table.shape)
 
 
 @pytest.mark.parametrize("backend", ["flat", "batched", "structured", "xla"])
@@ -687,15 +700,85 @@ def loop_ids(runs, entry, token, kv_len):
 def test_runs_are_the_table_that_they_stand_for(backend, width):
     case = make_case()
     runs, kv_len = make_runs(case, width), case.kv.shape[1]
-    batch, tokens = case.index.shape[:2]
-    table = np.full((batch, tokens, width), -1, np.int32)
-    for entry, token in np.ndindex(batch, tokens):
-        ids = loop_ids(runs, entry, token, kv_len)
-        table[entry, token, : len(ids)] = ids
+    table = loop_table(runs, case.index.shape[:2], kv_len)
     assert len({int((row >= 0).sum()) for row in table.reshape(-1, width)}) > 1
+    ids = runs.table()
+    np.testing.assert_array_equal(np.where((ids >= 0) & (ids < kv_len), ids, -1), table)
     attend = jax.jit(lambda q, kv, index: sparse_attention(q, kv, index, case.sink, backend=backend))
     from_table = jax.jit(lambda q, kv, index: sparse_attention(q, kv, index, case.sink, backend=table_backend(backend)))
-    assert_trees_bitwise_equal(attend(case.q, case.kv, runs), from_table(case.q, case.kv, table))
+    assert_trees_bitwise_equal(attend(case.q, case.kv, runs), from_table(case.q, case.kv, packed(table)))
+
+
+def test_runs_wider_than_the_rows():
+    """A window that begins far in front of the first row, as wide as all of them and wider."""
+    case = make_case()
+    start = np.arange(5, dtype=np.int32) - 9
+    zeros = np.zeros_like(start)
+    runs = Runs(*(jnp.asarray(np.broadcast_to(x, (3, 5))) for x in (start, zeros + 10, zeros, zeros)), width=10)
+    first = runs.within(7)
+    np.testing.assert_array_equal(first.near_start, 0 * first.near_start)
+    np.testing.assert_array_equal(first.near_count[0], [1, 2, 3, 4, 5])
+    wanted = oracle(case._replace(index=np.asarray(runs.table())))
+    out = sparse_attention(case.q, case.kv, runs, case.sink, backend="structured")
+    np.testing.assert_allclose(out, wanted[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.uint32, np.int64, np.uint64])
+def test_runs_of_any_integer_type(dtype):
+    """Sums and differences of the bounds, and more rows than the smallest type counts, must not wrap."""
+    limits = np.iinfo(dtype)
+    case = make_case(kv_len=400, tokens=7)
+    edges = [v for v in (0, 2, -3, 120, 127, 250, 2**32 + 3, limits.max) if limits.min <= v <= limits.max]
+    with jax.enable_x64(np.dtype(dtype).itemsize > 4):
+        arrays = {f: np.resize(np.roll(np.array(edges, dtype), i), (3, 7)) for i, f in enumerate(FIELDS)}
+        runs = make_runs(case, 300, **arrays)
+        assert runs.near_start.dtype == dtype
+        table = loop_table(runs, (3, 7), 400)
+        ids = runs.table()
+        np.testing.assert_array_equal(np.where((ids >= 0) & (ids < 400), ids, -1), table)
+        out = sparse_attention(case.q, case.kv, runs, case.sink, backend="structured")
+    np.testing.assert_allclose(out, oracle(case._replace(index=table))[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64, np.uint64])
+def test_topk_length_of_any_integer_type(dtype):
+    limits = np.iinfo(dtype)
+    lengths = [v for v in (0, 3, -1, 5, 2**32 + 2, limits.max) if limits.min <= v <= limits.max]
+    case = make_case()._replace(topk_length=np.resize(np.array(lengths, dtype), (3, 5)))
+    with jax.enable_x64(np.dtype(dtype).itemsize > 4):
+        out = sparse_attention(case.q, case.kv, case.index, case.sink, topk_length=jnp.asarray(case.topk_length))
+    np.testing.assert_allclose(out, oracle(case)[0], atol=1e-5)
+
+
+def parts_of(case, seed=3):
+    """A window and selected slots behind it, some that the token may not see."""
+    batch, tokens = case.index.shape[:2]
+    rng = np.random.default_rng(seed)
+    selected = rng.integers(-1, 4, (batch, tokens, 3), dtype=np.int32)
+    count = jnp.asarray(rng.integers(0, 4, (batch, tokens)), jnp.int32)
+    return kv_index.window_span(tokens, 3), kv_index.selection(jnp.asarray(selected), 0 * count, count, tokens)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parts_are_the_table_that_they_make(way):
+    case = make_case(tokens=5, kv_len=9)
+    parts = parts_of(case)
+    table = kv_index.joined(*(part.table() for part in parts))
+    assert np.any(np.asarray(table) >= 5) and np.any(np.asarray(table[..., 3:]) < 0)
+    got = with_gradients(case._replace(index=parts), **WAYS[way])
+    assert_trees_bitwise_equal(got, with_gradients(case._replace(index=table), **WAYS[way]))
+    assert_close(got, oracle(case._replace(index=np.asarray(table))))
+
+
+@pytest.mark.parametrize("fused, kernels", [(False, []), (True, ["flat_kv_index_table"])])
+def test_the_table_of_parts_is_one_kernel(fused, kernels, faked_target):
+    faked_target("gpu", (9, 0))
+    case = make_case()
+
+    def attend(q, kv, parts):
+        return sparse_attention(q, kv, parts, case.sink, fuse_kv_index_remap=fused)
+
+    assert kernel_names(jax.make_jaxpr(attend)(case.q, case.kv, parts_of(case))) == kernels
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
@@ -742,6 +825,11 @@ def test_refusals():
     runs = make_runs(case, 4, near_count=np.zeros((3, 5)))
     refuse(TypeError, "index.near_count: got dtype float32", structured, index=runs)
     refuse(ValueError, "index.width: got -1, wanted at least 0", structured, index=make_runs(case, -1))
+    (window, *_), no_topk = parts_of(case), {"index": ()}
+    refuse(ValueError, "got one beside parts of a table", index=(window,), topk_length=length)
+    refuse(ValueError, "index: got no parts, wanted at least one", **no_topk)
+    refuse(ValueError, r"index: got shapes \(4, 3\), \(5, 3\)", index=(kv_index.window_span(4, 3), window))
+    refuse(ValueError, r"index: got shape \(3, 4, 3\), wanted \(3, 5, 3\)", index=(kv_index.window_span(4, 3),))
     refuse(ValueError, "'mosaic' cannot run here: q and kv are float32 and float32", {"implementation": "mosaic"})
     refuse(ValueError, "got 'cudnn', wanted None or one of mosaic, xla", {"implementation": "cudnn"})
 

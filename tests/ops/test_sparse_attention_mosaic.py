@@ -246,6 +246,21 @@ def test_sinks_and_queries_without_rows(sink):
         assert_gradients_close(got, with_cotangent(*args))
 
 
+@pytest.mark.parametrize("sink", [-1e30, -1e9, 1e9, 1e30, float(np.finfo(np.float32).min)])
+def test_sinks_beyond_the_precision_of_scores(sink):
+    """Only of a query without rows can such a sink be a part of the sum that is not all or nothing."""
+    q, kv, index, _ = operands(tokens=2, topk=5)
+    args = q, kv, index.at[0, 1].set(-1), jnp.full(64, sink, jnp.float32)
+    rng = np.random.default_rng(2)
+    cotangents = jnp.asarray(rng.standard_normal(q.shape), q.dtype), jnp.asarray(rng.standard_normal(q.shape[:3]), "f")
+    out, lse = in_simulator(*args, return_lse=True)
+    assert not np.any(out[0, 1]) and np.all(np.isfinite(lse))
+    # The kernel's base is 2, in which the smallest f32 is out of range.
+    np.testing.assert_allclose(lse[0, 1], max(sink, float(np.finfo(np.float32).min) / np.log2(np.e)), rtol=1e-6)
+    got = gradients_in_simulator(*args, cotangents, return_lse=True)
+    assert_gradients_close(got, (*args, cotangents), return_lse=True)
+
+
 def test_rows_that_no_slot_names_are_not_read():
     """Neither those at the clamped ends nor those that a wrong id would lead to, in either backend."""
     q, kv, index, sink = operands(batch=2, kv_len=70)
@@ -312,7 +327,14 @@ def test_a_mapped_axis():
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize(
     "heads, head_dim, value_dim, topk, with_length",
-    [(64, 512, 512, 640, False), (128, 576, 512, 2176, True), (16, 64, 128, 1, False), (64, 128, 128, 100, True)],
+    [
+        (64, 512, 512, 640, False),
+        (128, 576, 512, 2176, True),
+        (16, 64, 128, 1, False),
+        (64, 128, 128, 100, True),
+        (64, 512, 256, 64, False),
+        (64, 384, 128, 64, False),  # as many channels beside the value as may be
+    ],
 )
 def test_lowers_for_hopper(heads, head_dim, value_dim, topk, with_length, x64):
     if head_dim < value_dim:
@@ -352,3 +374,22 @@ def test_what_the_kernel_does_not_serve_takes_the_reference(changes, reason, fak
     assert op.attention_implementation(**call, implementation=None) == "xla"
     with pytest.raises(ValueError, match=f"'mosaic' cannot run here: .*{reason}"):
         op.attention_implementation(**call, implementation="mosaic")
+
+
+@pytest.mark.lowering
+def test_every_shape_that_it_takes_lowers_for_hopper():
+    """What it says that it serves, forward and backward trace; what it does not take is refused by name."""
+    shape, refused = jax.ShapeDtypeStruct, []
+    with gpu_target("NVIDIA H200"):
+        for head_dim in range(64, 640, 64):
+            for value_dim in range(128, head_dim + 1, 128):
+                q, kv = shape((1, 3, 64, head_dim), jnp.bfloat16), shape((1, 9, head_dim), jnp.bfloat16)
+                args = q, kv, shape((1, 3, 64), jnp.int32), shape((64,), jnp.float32)
+                g = shape((1, 3, 64, value_dim), jnp.bfloat16)
+                run = jax.jit(partial(gradients, value_dim=value_dim, implementation="mosaic"))
+                try:
+                    run.trace(*args, g)
+                except ValueError as error:
+                    assert "'mosaic' cannot run here" in str(error)
+                    refused.append((head_dim, value_dim))
+    assert refused == [(448, 128), (512, 128), (576, 128), (576, 256)]

@@ -9,10 +9,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from dsv4_fusions import dispatch
-from dsv4_fusions.kv_index import Runs
-from dsv4_fusions.ops import kv_index_remap
+from dsv4_fusions import dispatch, numerics
+from dsv4_fusions.kv_index import Runs, Selection, Span
+from dsv4_fusions.ops import kv_index_remap, kv_index_table
 from dsv4_fusions.ops.kv_index_remap.reference import local_to_flat
+from dsv4_fusions.ops.kv_index_table.reference import local_table
 from dsv4_fusions.ops.sparse_attention.padding import pad_heads
 from dsv4_fusions.ops.sparse_attention.reference import attend
 from dsv4_fusions.ops.sparse_attention.slots import RunSlots, Slots
@@ -21,6 +22,8 @@ BACKENDS = ("flat", "batched", "structured", "xla")
 
 MOST_CHANNELS = 576
 """Channels of a row of which the kernel keeps a query and its ring of tiles in shared memory."""
+MOST_WITHOUT_VALUE = 256
+"""Channels of keys alone: Hopper's matrix instruction makes so many columns of dq at a time."""
 
 
 def table_backend(backend: str) -> str:
@@ -37,7 +40,7 @@ def check_backend(backend: str) -> None:
 def sparse_attention(
     q: Float[Array, "batch tokens heads head_dim"],
     kv: Float[Array, "batch kv_len head_dim"],
-    index: Int[Array, "batch tokens topk"] | Runs,
+    index: Int[Array, "batch tokens topk"] | tuple[Span | Selection, ...] | Runs,
     sink: Float[Array, "heads"],
     *,
     scale: float | None = None,
@@ -63,8 +66,9 @@ def sparse_attention(
     Args:
       q: queries.
       kv: key/value rows of each batch entry.
-      index: local row ids; any id outside [0, kv_len) is an empty slot. An id that stands twice counts twice. Or
-        `kv_index.Runs` of such ids, fields [batch, tokens].
+      index: local row ids; any id outside [0, kv_len) is an empty slot. An id that stands twice counts twice. Or a
+        tuple of the table's parts, from the left (`kv_index.Span`, `Selection`), or `kv_index.Runs` of such ids, fields
+        [batch, tokens].
       sink: logit per head of a column without a value, finite or -inf (no sink).
       scale: factor of the scores, head_dim ** -0.5 if None.
       value_dim: channels of the values, the leading ones of each row; None for all. Absorbed latent attention has keys
@@ -73,11 +77,12 @@ def sparse_attention(
         its kernel adds where the batch entry's rows begin; "structured" consumes `Runs`, of which its kernel works out
         the ids, where the others make a table of them; "xla" is the reference, on local ids. Slots stand elsewhere in
         the table of runs than in other tables of the same ids, so that sums may round differently.
-      topk_length: slots at or beyond this count are not read. Of a table; `Runs` have counts.
-      fuse_kv_index_remap: with "flat", number the rows through by the fused op instead of step by step. Changes no bit.
+      topk_length: slots at or beyond this count are not read. Of a table; its parts and `Runs` have counts.
+      fuse_kv_index_remap: with "flat", number the rows through by a fused op instead of step by step: a table by
+        `local_to_flat_kv_index`, the parts of one by `flat_kv_index_table`, which writes them once. Changes no bit.
       implementation: "mosaic", kernels for forward and backward, runs on compute capability 9.0, with q and kv of one
-        16-bit type, rows of a multiple of 64 channels up to 576 and values of a multiple of 128, for "flat" and
-        "batched" and "structured"; "xla" is the reference; None picks the first of them that can serve.
+        16-bit type, rows of a multiple of 64 channels up to 576 and values of a multiple of 128, at most 256 fewer, for
+        "flat", "batched" and "structured"; "xla" is the reference; None picks the first of them that can serve.
       return_lse: also return the logarithms of the softmax's denominators, which have gradients as well. Partial
         results over disjoint rows are merged with them.
 
@@ -87,15 +92,17 @@ def sparse_attention(
 
     Raises:
       ValueError: shapes that do not fit together, a value_dim outside 1 to head_dim, an unknown backend, "structured"
-        without `Runs`, `Runs` with a topk_length, too many rows for flat int32 ids, or an implementation that cannot
-        serve the call.
+        without `Runs`, `Runs` or parts with a topk_length, too many rows for flat int32 ids, or an implementation that
+        cannot serve the call.
       TypeError: ids, lengths or a value_dim that are not integers, operands that are not floating point.
 
     Source: DeepSeek-V4's sparse attention, as in Megatron-LM and PaddleFleet.
     """
     _check(q, kv, index, sink, topk_length, value_dim, backend)
     batch, tokens, heads, head_dim = q.shape
-    kv_len, topk = kv.shape[1], index.width if isinstance(index, Runs) else index.shape[2]
+    if isinstance(index, tuple) and not (backend == "flat" and fuse_kv_index_remap):
+        index = local_table(index, batch)
+    kv_len, topk = kv.shape[1], index_width(index)
     if backend in ("flat", "structured") and batch * kv_len >= 2**31:
         raise ValueError(f"kv: got {batch} x {kv_len} rows, wanted fewer than 2**31 for flat int32 ids")
     value_dim = head_dim if value_dim is None else int(value_dim)
@@ -108,10 +115,10 @@ def sparse_attention(
     scale = head_dim**-0.5 if scale is None else float(scale)
 
     if isinstance(index, Runs):
-        index = _within(index, kv_len)
+        index = index.within(kv_len)
         if backend != "structured" or implementation == "xla":
             index = index.table()
-    else:
+    elif not isinstance(index, tuple):
         # Before the remap, which would turn an id past kv_len into a row of the next batch entry.
         index = _empty_as_minus_one(index, kv_len, topk_length)
     sink = jnp.asarray(sink, jnp.float32)
@@ -119,6 +126,9 @@ def sparse_attention(
     q, kv, index, sink = jax.tree.unflatten(structure, dispatch.align_manual_axes(*leaves))
     if isinstance(index, Runs):
         slots = _numbered_through(index, kv_len)
+    elif isinstance(index, tuple):
+        ids = kv_index_table.flat_kv_index_table(index, batch, kv_len)
+        slots = Slots(ids, None, batch * tokens, batch * kv_len)
     elif backend == "flat":
         remap = kv_index_remap.local_to_flat_kv_index if fuse_kv_index_remap else local_to_flat
         slots = Slots(remap(index, kv_len), _per_query(topk_length), batch * tokens, batch * kv_len)
@@ -126,6 +136,13 @@ def sparse_attention(
         slots = Slots(index.reshape(batch * tokens, topk), _per_query(topk_length), tokens, kv_len)
     out, lse = _attend(_How(scale, value_dim, implementation, return_lse), q, kv, slots, sink)
     return (out, lse) if return_lse else out
+
+
+def index_width(index: Int[Array, "batch tokens topk"] | tuple[Span | Selection, ...] | Runs) -> int:
+    """Slots of every query in a table, in the table that parts make, or in that of `Runs`."""
+    if isinstance(index, tuple):
+        return sum(part.shape[-1] for part in index)
+    return index.width if isinstance(index, Runs) else index.shape[2]
 
 
 def attention_implementation(
@@ -155,8 +172,11 @@ def _mosaic_unsupported(q_dtype, kv_dtype, head_dim, value_dim, rows, backend):
         return "backend 'xla' is the reference"
     if jnp.dtype(q_dtype) != jnp.dtype(kv_dtype) or jnp.dtype(q_dtype) not in (jnp.bfloat16, jnp.float16):
         return f"q and kv are {jnp.dtype(q_dtype)} and {jnp.dtype(kv_dtype)}, and it needs bfloat16 or float16 for both"
-    if head_dim % 64 or not 64 <= head_dim <= MOST_CHANNELS or value_dim % 128:
-        wanted = f"a multiple of 64 up to {MOST_CHANNELS}, with values of a multiple of 128"
+    too_wide = head_dim > MOST_CHANNELS or head_dim - value_dim > MOST_WITHOUT_VALUE
+    if head_dim % 64 or value_dim % 128 or too_wide:
+        wanted = (
+            f"a multiple of 64 up to {MOST_CHANNELS}, values of a multiple of 128, up to {MOST_WITHOUT_VALUE} fewer"
+        )
         return f"rows have {head_dim} channels and values {value_dim}, and it needs {wanted}"
     if rows * head_dim >= 2**31:
         return f"{rows} rows have {rows * head_dim} elements, and it numbers them in int32"
@@ -227,21 +247,6 @@ def _reference(how, slots, q, kv, sink):
     return lax.map(lambda entry: attend(entry[0], rows, entry[1], sink, *static), (q, ids))
 
 
-def _within(runs, kv_len) -> Runs:
-    """The runs less the ids outside [0, kv_len) and beyond their width."""
-
-    def cut(start, count):
-        start, end = jnp.clip(start, -kv_len, kv_len), jnp.clip(count, 0, kv_len)
-        start, end = start.astype(jnp.int32), start.astype(jnp.int32) + end.astype(jnp.int32)
-        first = jnp.maximum(start, 0)
-        return first, jnp.maximum(jnp.minimum(end, kv_len) - first, 0)
-
-    near_start, near_count = cut(runs.near_start, runs.near_count)
-    far_start, far_count = cut(runs.far_start, runs.far_count)
-    near_count = jnp.minimum(near_count, runs.width)
-    return Runs(near_start, near_count, far_start, jnp.minimum(far_count, runs.width - near_count), runs.width)
-
-
 def _numbered_through(runs, kv_len) -> RunSlots:
     batch = runs.near_start.shape[0]
     base = (np.arange(batch, dtype=np.int32) * np.int32(kv_len))[:, None]
@@ -251,7 +256,7 @@ def _numbered_through(runs, kv_len) -> RunSlots:
 
 
 def _per_query(topk_length):
-    return None if topk_length is None else jnp.clip(topk_length, 0, 2**31 - 1).astype(jnp.int32).reshape(-1)
+    return None if topk_length is None else jnp.maximum(numerics.saturated_int32(topk_length), 0).reshape(-1)
 
 
 def _empty_as_minus_one(index, kv_len, topk_length) -> Int32[Array, "batch tokens topk"]:
@@ -265,9 +270,10 @@ def _empty_as_minus_one(index, kv_len, topk_length) -> Int32[Array, "batch token
 
 def _check(q, kv, index, sink, topk_length, value_dim, backend):
     check_backend(backend)
+    if isinstance(index, Runs | tuple) and topk_length is not None:
+        kind = "Runs, which have" if isinstance(index, Runs) else "parts of a table, which have"
+        raise ValueError(f"topk_length: got one beside {kind} counts; wanted None")
     if isinstance(index, Runs):
-        if topk_length is not None:
-            raise ValueError("topk_length: got one beside Runs, which have counts; wanted None")
         if index.width < 0:
             raise ValueError(f"index.width: got {index.width}, wanted at least 0")
         fields = ("near_start", "near_count", "far_start", "far_count")
@@ -276,6 +282,9 @@ def _check(q, kv, index, sink, topk_length, value_dim, backend):
     else:
         if backend == "structured":
             raise ValueError("index: got a table, wanted kv_index.Runs for the backend 'structured'")
+        if isinstance(index, tuple):
+            shape = kv_index_table.table_shape(index, q.shape[0] if q.ndim else 1, "index")
+            index = jax.ShapeDtypeStruct(shape, jnp.int32)
         tables = {"index": index}
         of_query = index.shape[2:]
     ranks = {"q": (q, 4), "kv": (kv, 3), "sink": (sink, 1)}

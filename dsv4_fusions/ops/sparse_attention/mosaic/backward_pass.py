@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dsv4_fusions import dispatch
 from dsv4_fusions.mosaic import tiled
 from dsv4_fusions.ops.sparse_attention.mosaic.gather import BLOCK
-from dsv4_fusions.ops.sparse_attention.mosaic.launch import HEADS, LAYOUT, LOG2E, PER_HEAD, PER_SLOT, Launch
+from dsv4_fusions.ops.sparse_attention.mosaic.launch import HEADS, LAYOUT, LOG2E, PER_HEAD, PER_SLOT, Launch, in_base_2
 from dsv4_fusions.ops.sparse_attention.slots import RunSlots, Slots
 from dsv4_fusions.ops.sparse_attention.sum_rows import add_rows
 
@@ -52,7 +52,7 @@ def backward(q, kv, slots: Slots | RunSlots, sink, out, lse, g, g_lse=None, *, s
         # d lse / d s_j = P_j, so that it enters where D does.
         delta -= g_lse
     # Of a sink of -inf, lse may be -inf too.
-    weight = jnp.where(sink == -jnp.inf, 0.0, jnp.exp2(sink * np.float32(LOG2E) - lse))
+    weight = jnp.where(sink == -jnp.inf, 0.0, jnp.exp2(in_base_2(sink) - lse))
     d_sink = -jnp.sum(weight * delta, axis=0)
 
     slots = slots.flat(BLOCK)  # the sum needs a table anyway

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dsv4_fusions import dispatch
 from dsv4_fusions.mosaic import divmod_
 from dsv4_fusions.ops.sparse_attention.mosaic.gather import BLOCK
-from dsv4_fusions.ops.sparse_attention.mosaic.launch import HEADS, LAYOUT, LOG2E, PER_HEAD, PER_SLOT, Launch
+from dsv4_fusions.ops.sparse_attention.mosaic.launch import HEADS, LAYOUT, LOG2E, PER_HEAD, PER_SLOT, Launch, in_base_2
 from dsv4_fusions.ops.sparse_attention.slots import RunSlots, Slots
 
 
@@ -38,7 +38,7 @@ def forward(q, kv, slots: Slots | RunSlots, sink, *, scale: float, value_dim: in
         "out": jax.ShapeDtypeStruct((*q.shape[:2], value_dim), q.dtype),
         "lse": jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
     }
-    operands = {"q": q, "kv": kv, "sink": sink}
+    operands = {"q": q, "kv": kv, "sink": in_base_2(sink)}
     return _Forward(q, slots, value_dim, scale).run("sparse_attention", operands, outs, {})
 
 
@@ -70,7 +70,7 @@ class _Forward(Launch):
             sums, peak, total = self._block(shared, side, last, carry, scored=shared.item_done)
 
             heads = pl.ds(head, HEADS)
-            sink = plgpu.load(memory.sink.at[heads], layout=PER_HEAD, optimized=False) * np.float32(LOG2E)
+            sink = plgpu.load(memory.sink.at[heads], layout=PER_HEAD, optimized=False)
             top = _finite(jnp.maximum(peak, sink))
             shrink = jnp.exp2(peak - top)
             total = total * shrink + jnp.exp2(sink - top)

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float32
 
 from dsv4_fusions import dispatch
 from dsv4_fusions.mosaic import divmod_, over_few_entries, tiled
@@ -25,6 +26,17 @@ PER_HEAD, PER_SLOT = LAYOUT.reduce(1), LAYOUT.reduce(0)
 LOG2E = math.log2(math.e)
 """The kernels work in base 2: exp2 is an instruction."""
 _ZERO = np.int32(0)
+
+
+def in_base_2(sink: Float32[Array, "heads"]) -> Float32[Array, "heads"]:
+    """The sink as a power of 2, rounded once, finite where it was.
+
+    It is compared with sums that it is the largest term of, or all of. Multiplied where it is subtracted from them, it
+    would become one operation with the subtraction and keep digits that they have lost: for a sink of 1e30 the
+    difference of the two, which is 0, would be 1e22.
+    """
+    finite = jnp.clip(sink * np.float32(LOG2E), np.finfo(np.float32).min, np.finfo(np.float32).max)
+    return lax.optimization_barrier(jnp.where(sink == -jnp.inf, sink, finite))
 
 
 class Launch:
